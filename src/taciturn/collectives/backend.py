@@ -1,0 +1,64 @@
+"""The communication backend's own all-reduce: what everything else is measured against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+
+from taciturn.collectives.base import Collective, Cost
+from taciturn.errors import InputError
+from taciturn.transport import DistributedTransport, Header, Transport
+
+__all__ = ["Backend"]
+
+_WIRES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(eq=False)
+class Backend(Collective):
+    """``torch.distributed.all_reduce`` of gloo, NCCL or whatever backend the group has.
+
+    Needs a :class:`DistributedTransport`. What it sends is its own affair: its messages and bytes
+    are not counted, and its lengths and dtypes are not checked beforehand.
+
+    Args:
+        wire: cast to this dtype for the exchange ("bf16", "fp16", "fp32"); None: as it is.
+    """
+
+    wire: str | None = None
+
+    bit_identical: ClassVar[bool] = True
+    mean_exact: ClassVar[bool] = True
+    integers: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.wire is not None and self.wire not in _WIRES:
+            raise InputError(f"wire={self.wire!r}: the backend can send {', '.join(_WIRES)}")
+
+    def _sum(self, flat: torch.Tensor, transport: Transport, header: Header) -> None:
+        if not isinstance(transport, DistributedTransport):
+            raise InputError(
+                "the backend's own all-reduce needs a torch.distributed group: "
+                "use DistributedTransport, or another collective"
+            )
+        if self.wire is None or _WIRES[self.wire] == flat.dtype:
+            self._reduce(flat, transport)
+            return
+        with transport.ledger.codec():
+            narrow = flat.to(_WIRES[self.wire])
+        self._reduce(narrow, transport)
+        with transport.ledger.codec():
+            flat.copy_(narrow)
+
+    def _reduce(self, flat: torch.Tensor, transport: DistributedTransport) -> None:
+        try:
+            with transport.ledger.waiting():
+                dist.all_reduce(flat, group=transport.group)
+        except RuntimeError as error:
+            transport.lost((transport.rank - 1) % transport.size, error)
+
+    def cost(self, numel: int, dtype: torch.dtype, ranks: int, rank: int = 0) -> Cost | None:
+        return Cost(0, 0, 0, 0) if ranks == 1 else None

@@ -1,0 +1,162 @@
+"""The ring all-reduce with narrow messages and bit-identical results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+from taciturn.collectives.base import Collective, Cost, header_cost, real_numel
+from taciturn.collectives.pipeline import run_rounds
+from taciturn.collectives.ring import (
+    check_segments,
+    ring_chunks,
+    ring_message_lengths,
+    ring_neighbours,
+    ring_segments,
+)
+from taciturn.collectives.wires import Rounding, Wire, make_wire
+from taciturn.errors import InputError
+from taciturn.transport import Header, Transport
+
+__all__ = ["QuantizedRing"]
+
+
+@dataclass(eq=False)
+class QuantizedRing(Collective):
+    """Ring all-reduce whose messages are bf16, fp16, or block-scaled int8 or int4.
+
+    Each hop decodes, adds its own chunk in fp32 and encodes again: N - 1 roundings of partial sums.
+    The owner of a finished chunk keeps the decoded copy of what it sends, never its own exact sum,
+    so all ranks end with the same bits.
+
+    Args:
+        wire: format of the messages; fewer bits, fewer bytes, more error.
+        block: elements that share a scale; larger saves bytes and adds error.
+        rounding: "stochastic" is unbiased, with more variance than "nearest".
+        segments: pieces of each message, pipelined; chosen from the message size if None.
+        seed: of the stochastic rounding; each rank draws its own numbers.
+    """
+
+    wire: str = "int8"
+    block: int = 128
+    rounding: Rounding = "nearest"
+    segments: int | None = None
+    seed: int = 0
+    _calls: int = field(default=0, init=False, repr=False)
+
+    bit_identical: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_segments(self.segments)
+        make_wire(self.wire, torch.float32, block=self.block, rounding=self.rounding)
+
+    def _wire(self, dtype: torch.dtype, device: torch.device | None, seed: int) -> Wire:
+        return make_wire(
+            self.wire, dtype, block=self.block, rounding=self.rounding, device=device, seed=seed
+        )
+
+    def _sum(self, flat: torch.Tensor, transport: Transport, header: Header) -> None:
+        size, rank = transport.size, transport.rank
+        neighbours = ring_neighbours(transport)
+        transport.agree(header, *([n] for n in neighbours))
+        seed = call_seed(self.seed, rank, self._calls)
+        self._calls += 1
+        wire = self._wire(flat.dtype, flat.device, seed)
+        segments = self._segments(flat.numel(), flat.dtype, size)
+        chain = _QuantizedChain(flat, wire, rank, size, segments)
+        run_rounds(chain, transport, 2 * (size - 1), segments, *neighbours)
+
+    def _segments(self, numel: int, dtype: torch.dtype, ranks: int) -> int:
+        wire = self._wire(dtype, None, 0)
+        return ring_segments(numel, wire.nbytes(1024) / 1024, ranks, self.segments)
+
+    def cost(self, numel: int, dtype: torch.dtype, ranks: int, rank: int = 0) -> Cost:
+        numel, dtype = real_numel(numel, dtype)
+        if ranks == 1:
+            return Cost(0, 0, 0, 0)
+        wire = self._wire(dtype, None, 0)
+        segments = self._segments(numel, dtype, ranks)
+        lengths = ring_message_lengths(numel, ranks, rank, segments)
+        messages, nbytes = header_cost()
+        longest = -(-(-(-numel // ranks)) // segments)
+        return Cost(
+            rounds=2 * (ranks - 1),
+            messages=messages + sum(1 for length in lengths if length),
+            sent_bytes=nbytes + sum(wire.nbytes(length) for length in lengths),
+            workspace_bytes=5 * segments * wire.nbytes(longest),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"calls": self._calls}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._calls = counter_from(state)
+
+
+class _QuantizedChain:
+    """Messages in buffers of their own; the chunks of ``flat`` are read once and written once."""
+
+    def __init__(
+        self, flat: torch.Tensor, wire: Wire, rank: int, size: int, segments: int
+    ) -> None:
+        self.rank, self.size, self.wire = rank, size, wire
+        self.chunks = ring_chunks(flat, size, segments)
+        longest = wire.nbytes(max(piece.numel() for piece in self.chunks[-1]))
+
+        def buffers(count: int) -> list[list[torch.Tensor]]:
+            return [
+                [torch.empty(longest, dtype=torch.uint8, device=flat.device)
+                 for _ in range(segments)]
+                for _ in range(count)
+            ]  # fmt: skip
+
+        self.arrivals = buffers(3)  # a finished chunk is passed on from where it arrived
+        self.encoded = buffers(2)
+
+    def piece(self, round: int, segment: int) -> torch.Tensor:
+        return self.chunks[(self.rank - round - 1) % self.size][segment]
+
+    def first(self, segment: int) -> torch.Tensor:
+        piece = self.piece(0, segment)
+        message = self.encoded[1][segment][: self.wire.nbytes(piece.numel())]
+        self.wire.encode(piece, message)
+        return message
+
+    def place(self, round: int, segment: int) -> torch.Tensor:
+        piece = self.piece(round, segment)
+        return self.arrivals[round % 3][segment][: self.wire.nbytes(piece.numel())]
+
+    def handle(self, round: int, segment: int, received: torch.Tensor) -> torch.Tensor:
+        piece = self.piece(round, segment)
+        if round >= self.size:
+            return received
+        message = self.encoded[(round + 1) % 2][segment][: received.numel()]
+        finished = round == self.size - 1
+        self.wire.relay(received, piece, message, keep=piece if finished else None)
+        return message
+
+    def settle(self, round: int, segment: int, received: torch.Tensor) -> None:
+        if round >= self.size:
+            self.wire.decode(received, self.piece(round, segment))
+
+
+def call_seed(seed: int, rank: int, call: int) -> int:
+    """Return a seed that differs for every rank and call (splitmix64's multipliers)."""
+    mixed = (seed * 0x9E3779B97F4A7C15 + rank * 0xBF58476D1CE4E5B9 + call * 0x94D049BB133111EB)
+    return mixed % (1 << 63)
+
+
+def counter_from(state: dict[str, Any]) -> int:
+    """Return the call counter of a saved state.
+
+    Raises:
+        InputError: the state is not one of these.
+    """
+    if set(state) != {"calls"} or not isinstance(state["calls"], int) or state["calls"] < 0:
+        raise InputError(
+            f"a saved state with one count, 'calls', is needed, got {state!r}: "
+            "this checkpoint belongs to another method"
+        )
+    return int(state["calls"])

@@ -1,0 +1,68 @@
+"""What can go wrong, as one tree.
+
+::
+
+    TaciturnError
+    |-- MethodError(ValueError)      a method string that means nothing
+    |-- InputError(ValueError)       a size, rate, file or tensor that cannot be used
+    |-- CodeError(ValueError)        no such code, or parameters that admit none
+    |-- MismatchError(RuntimeError)  ranks disagree on what they exchange
+    |-- PeerError(RuntimeError)      a rank died, went silent or failed
+    `-- TestbedError(RuntimeError)   no emulated network can be made here
+
+Every message says what was wrong, the value received and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = [
+    "CodeError",
+    "InputError",
+    "MethodError",
+    "MismatchError",
+    "PeerError",
+    "TaciturnError",
+    "TestbedError",
+]
+
+
+class TaciturnError(Exception):
+    """Root of every error that Taciturn raises on purpose."""
+
+
+class MethodError(TaciturnError, ValueError):
+    """A method string that names nothing, or gives a key a value it cannot have."""
+
+
+class InputError(TaciturnError, ValueError):
+    """A size, rate, file or tensor that cannot be used."""
+
+
+class CodeError(TaciturnError, ValueError):
+    """No such code, or parameters for which no code exists."""
+
+
+class MismatchError(TaciturnError, RuntimeError):
+    """The ranks disagree on the length, the dtype or the method of an exchange."""
+
+
+class PeerError(TaciturnError, RuntimeError):
+    """A rank died, went silent or failed in the middle of an exchange.
+
+    Attributes:
+        ranks: the ranks held responsible, in the group's numbering; empty if unknown.
+        round: the round in which this rank noticed, counted from 1; 0 before the first.
+    """
+
+    def __init__(self, message: str, ranks: Sequence[int] = (), round: int = 0) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+        self.round = round
+
+
+class TestbedError(TaciturnError, RuntimeError):
+    """No emulated network can be made here; the message says why and how to go on without."""
+
+    __test__ = False  # pytest: not a test class, in spite of its name
