@@ -13,16 +13,16 @@ Both transports obey the same laws, tested over one table (``tests/test_transpor
 
 from __future__ import annotations
 
-import itertools
 import json
 import threading
 import time
 import zlib
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -100,7 +100,7 @@ class Header:
         else:
             what = f"rank {rank} is at call {mine[4]}, rank {peer} at call {theirs[4]}"
         return (
-            f"the ranks do not agree on this all-reduce: {what}. No data was moved. "
+            f"the ranks do not agree on this all-reduce: {what}. No data passed between them. "
             "Every rank must bring the same buffers to the same calls in the same order"
         )
 
@@ -234,7 +234,7 @@ class DistributedTransport(Transport):
             time-out is not positive.
     """
 
-    _ids = itertools.count()
+    _made: ClassVar[Counter[tuple[int, ...]]] = Counter()
 
     def __init__(self, group: dist.ProcessGroup | None = None, timeout_s: float = 60.0) -> None:
         super().__init__()
@@ -253,23 +253,28 @@ class DistributedTransport(Transport):
         backend = dist.get_backend(group)
         self.timeout_s = timeout_s
         self.wait_timeout = timedelta(seconds=timeout_s * _WAIT_SHARE)
-        # Members only, so that other ranks of the world need not know of it.
-        self.group: dist.ProcessGroup = dist.new_group(
-            members,
-            timeout=timedelta(seconds=timeout_s),
-            backend=backend,
-            use_local_synchronization=True,
-        )
         self.members = members
-        self.rank = dist.get_rank(self.group)
+        self.rank = members.index(dist.get_rank())
         self.size = len(members)
         self.batched = backend == "nccl"
+        # Members number their transports themselves, so that other ranks need not know of them.
+        key = tuple(members)
+        number = DistributedTransport._made[key]
+        DistributedTransport._made[key] += 1
+        prefix = f"taciturn/{'-'.join(map(str, members))}/{number}"
+        self._store = dist.PrefixStore(f"{prefix}/reports", _launcher_store())
+        timeout = timedelta(seconds=timeout_s)
+        if backend == "gloo":
+            # Made directly: new_group names groups by what each rank has made and destroyed
+            # before, so ranks with different pasts wait for each other for ever.
+            store = dist.PrefixStore(f"{prefix}/gloo", _launcher_store())
+            self.group: Any = dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
+        else:
+            self.group = dist.new_group(
+                members, timeout=timeout, backend=backend, use_local_synchronization=True
+            )
         if self.batched:
             self.header_device = torch.device("cuda", torch.cuda.current_device())
-        # Counted per process: members create their transports in the same order.
-        self._store = dist.PrefixStore(
-            f"taciturn/{'-'.join(map(str, members))}/{next(self._ids)}/", _launcher_store()
-        )
         self._failure: TaciturnError | None = None
 
     def post(
@@ -316,11 +321,25 @@ class DistributedTransport(Transport):
         ]
         return sent, received
 
+    def backend_all_reduce(self, flat: torch.Tensor) -> None:
+        """Sum ``flat`` over the ranks in place with the backend's own algorithm, uncounted.
+
+        Raises:
+            PeerError: a rank died, went silent or failed.
+        """
+        if self._failure is not None:
+            raise self._failure
+        try:
+            with self.ledger.waiting():
+                self.group.allreduce([flat]).wait()
+        except RuntimeError as error:
+            self.lost((self.rank - 1) % self.size, error)
+
     def close(self) -> None:
-        """Destroy the process group of this transport. Call it on every rank, after its last use."""
+        """End this transport and its connections. Call it on every rank, after its last use."""
         if self._failure is None:
             self._failure = PeerError("this transport is closed; make a new one")
-            dist.destroy_process_group(self.group)
+        self.group = None
 
     # -- failure
 
@@ -355,7 +374,7 @@ class DistributedTransport(Transport):
             self._store.set(f"report/{self.rank}", json.dumps(report))
         except RuntimeError:
             pass  # the store died with its holder; _settle says so
-        if not self.batched and self.size > 1:
+        if isinstance(self.group, dist.ProcessGroupGloo) and self.size > 1:
             # Gloo closes every connection of a group in which a wait timed out. That is the one way
             # to wake ranks that wait for this one.
             peer = (self.rank + 1) % self.size
@@ -595,7 +614,10 @@ def run_threads(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        while thread.is_alive() and world.failure is None:
+            thread.join(0.05)
+    for thread in threads:  # after a failure, one that never answers is left behind
+        thread.join(timeout_s * _REPORT_SHARE if world.failure is not None else None)
     if world.failure is not None:
         first, cause = world.failure
         own = errors[first]

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-import torch.distributed as dist
 
 from taciturn.collectives.base import Collective, Cost
 from taciturn.errors import InputError
@@ -45,20 +44,13 @@ class Backend(Collective):
                 "use DistributedTransport, or another collective"
             )
         if self.wire is None or _WIRES[self.wire] == flat.dtype:
-            self._reduce(flat, transport)
+            transport.backend_all_reduce(flat)
             return
         with transport.ledger.codec():
             narrow = flat.to(_WIRES[self.wire])
-        self._reduce(narrow, transport)
+        transport.backend_all_reduce(narrow)
         with transport.ledger.codec():
             flat.copy_(narrow)
-
-    def _reduce(self, flat: torch.Tensor, transport: DistributedTransport) -> None:
-        try:
-            with transport.ledger.waiting():
-                dist.all_reduce(flat, group=transport.group)
-        except RuntimeError as error:
-            transport.lost((transport.rank - 1) % transport.size, error)
 
     def cost(self, numel: int, dtype: torch.dtype, ranks: int, rank: int = 0) -> Cost | None:
         return Cost(0, 0, 0, 0) if ranks == 1 else None

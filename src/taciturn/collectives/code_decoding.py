@@ -1,8 +1,9 @@
-"""Decoders of one chain: from ``V_h``, the coefficients with which each hop's sender enters the
-received messages, to a matrix D with ``D V_h`` near the identity for every h.
+"""Decoders of one chain.
 
-The tables of accurate codes are ill-conditioned, so D is computed with care: LAPACK while it has
-digits left, exact integers beyond.
+From ``V_h``, the coefficients with which the sender h hops away enters the received messages, to a
+matrix D with ``D V_h`` near the identity for every h. The tables of accurate codes are
+ill-conditioned, so D is computed with care: by LAPACK while it has digits left, in exact integers
+beyond.
 """
 
 from __future__ import annotations
@@ -22,18 +23,20 @@ Array: TypeAlias = NDArray[np.float64]
 # Condition number above which the inverse is formed in exact arithmetic: float64's has few of its
 # 16 digits left there.
 _EXACT_ABOVE = 1e12
+# Size up to which that is quick (a tenth of a second).
+_LARGEST_EXACT = 32
 
 
 def centred(contributions: Array) -> tuple[Array, float]:
-    """Return the inverse of the mean over h of V_h, and that mean's condition number (2-norm).
+    """Return the inverse of the mean over h of V_h, and the mean's condition number (2-norm).
 
-    What all senders have in common is then decoded exactly, to about 1e-16 times the condition number.
+    What all senders have in common is then decoded exactly, but for rounding.
 
     Args:
         contributions: V_h, shape (H, k, k).
 
     Raises:
-        CodeError: the mean is singular, or its inverse exceeds float64.
+        CodeError: the mean is singular, or too ill-conditioned for float64.
     """
     mean = contributions.mean(axis=0)
     try:
@@ -43,13 +46,18 @@ def centred(contributions: Array) -> tuple[Array, float]:
     except np.linalg.LinAlgError:
         condition = math.inf
     if not condition < _EXACT_ABOVE:
+        if len(mean) > _LARGEST_EXACT:
+            raise CodeError(
+                f"a decoding matrix of size {len(mean)} with a condition number above "
+                f"{_EXACT_ABOVE:.0e}: larger eps or stretch, fewer passes or components"
+            )
         inverse = _exact_inverse_of_mean(contributions)
         condition = _condition(mean, inverse)
     return np.ascontiguousarray(inverse), condition
 
 
 def least_squares(contributions: Array) -> Array:
-    """Return D minimising ``sum over h of |D V_h - I|^2``: each replica is closest, the mean biased.
+    """Return D minimising ``sum over h of |D V_h - I|^2``: close replicas, a biased mean.
 
     Args:
         contributions: V_h, shape (H, k, k).

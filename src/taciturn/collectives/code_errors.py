@@ -24,7 +24,14 @@ from scipy.special import erf
 
 from taciturn.errors import CodeError
 
-__all__ = ["CodeErrors", "expected_in_chains", "expected_shared", "rounding_of"]
+__all__ = [
+    "CodeErrors",
+    "expected_in_chains",
+    "expected_shared",
+    "gain_of_errors",
+    "message_energy",
+    "rounding_of",
+]
 
 Array: TypeAlias = NDArray[np.float64]
 
@@ -127,12 +134,12 @@ def expected_in_chains(
     for w in range(ranks):
         off[w, list(hops)] = decoders[w] @ contributions[w] - np.eye(order)
     # sender b + d meets receiver b + w over (w - d) mod N hops
-    w = np.arange(ranks)
-    drift = np.stack([off[w, (w - d) % ranks].sum(axis=0) for d in range(ranks)])
+    residues = np.arange(ranks)
+    drift = np.stack([off[residues, (residues - d) % ranks].sum(axis=0) for d in range(ranks)])
 
-    energy = rounding**2 * _message_energy(table, ranks)
+    energy = rounding**2 * message_energy(table, ranks)
     gains = [
-        _gain(decoder, rounds, len(table), kept)
+        gain_of_errors(decoder, rounds, len(table), kept)
         for decoder, rounds in zip(decoders, receive_rounds, strict=True)
     ]
     mean_gain = sum(gains) / ranks
@@ -162,14 +169,14 @@ def expected_shared(
     """
     order = len(decoder)
     off = decoder @ contributions - np.eye(order)
-    energy = rounding**2 * _message_energy(table, ranks)
+    energy = rounding**2 * message_energy(table, ranks)
     noise = 0.0
     for chain in range(ranks):
         columns = [a for a, t in enumerate(receive_rounds) if t % ranks == chain]
         rounds = tuple(receive_rounds[a] for a in columns)
-        gain = _gain(decoder[:, columns], rounds, len(table), kept)
+        gain = gain_of_errors(decoder[:, columns], rounds, len(table), kept)
         noise += float((energy * gain**2).sum())
-    whole = _gain(decoder, receive_rounds, len(table), kept)
+    whole = gain_of_errors(decoder, receive_rounds, len(table), kept)
     return _errors(
         ranks,
         bias=float((off**2).sum()) / order,
@@ -179,7 +186,7 @@ def expected_shared(
     )
 
 
-def _message_energy(table: Array, ranks: int) -> Array:
+def message_energy(table: Array, ranks: int) -> Array:
     """E[M_t^2] of the message forwarded at round t = 0..L: |V|^2 summed over the last N rows."""
     total = np.concatenate([[0.0], np.cumsum((table**2).sum(axis=1))])
     end = np.arange(1, len(table) + 1)
@@ -187,7 +194,7 @@ def _message_energy(table: Array, ranks: int) -> Array:
     return energy
 
 
-def _gain(decoder: Array, rounds: tuple[int, ...], length: int, kept: bool) -> Array:
+def gain_of_errors(decoder: Array, rounds: tuple[int, ...], length: int, kept: bool) -> Array:
     """How an error made at round t' = 0..length-1 leaves the decoder: shape (k, length)."""
     steps = np.zeros((len(decoder), length + 1))
     for column, t in enumerate(rounds):

@@ -11,7 +11,7 @@ A table depends on its arguments alone; two machines may differ in the last bits
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -21,12 +21,13 @@ from scipy.linalg import expm
 from taciturn.errors import CodeError
 
 __all__ = [
+    "Shape",
     "clustered",
     "fourier",
+    "generator",
     "near_one",
     "near_roots",
     "polynomial",
-    "search_shape",
     "tridiagonal",
 ]
 
@@ -34,12 +35,12 @@ Array: TypeAlias = NDArray[np.float64]
 
 
 def _centred_times(rows: int) -> Array:
-    """t - mean t, for t = 0..rows-1."""
-    return np.arange(rows) - (rows - 1) / 2
+    """Return t - mean t, for t = 0..rows-1."""
+    return np.arange(float(rows)) - (rows - 1) / 2
 
 
 def _chain_times(ranks: int, passes: int) -> Array:
-    """tau for the L + 1 = pN + N - 1 rows of a code in chains."""
+    """Return tau for the L + 1 = pN + N - 1 rows of a code in chains."""
     return _centred_times(passes * ranks + ranks - 1)
 
 
@@ -55,7 +56,8 @@ def polynomial(ranks: int, passes: int, eps: float, orthonormal: bool) -> Array:
     tau = _chain_times(ranks, passes)
     if orthonormal:  # the span is the same for every eps: start from a basis that is nearly there
         return _orthonormal(np.polynomial.legendre.legvander(tau / max(tau[-1], 1), passes - 1))
-    return np.vander(eps * tau / ranks, passes, increasing=True)
+    table: Array = np.vander(eps * tau / ranks, passes, increasing=True)
+    return table
 
 
 def _cluster(size: int, eps: float, ranks: int) -> Array:
@@ -70,7 +72,8 @@ def clustered(ranks: int, passes: int, eps: float, orthonormal: bool) -> Array:
     tau = _chain_times(ranks, passes)
     slopes = np.log1p(_cluster(passes, eps, ranks))
     if not orthonormal:
-        return np.exp(np.outer(tau, slopes))
+        powers: Array = np.exp(np.outer(tau, slopes))
+        return powers
     # The same span, well scaled: divided differences of exp(tau x) at the slopes, which are the
     # first row of exp(tau B), B bidiagonal with the slopes on its diagonal (Opitz).
     step = np.diag(slopes) + np.diag(np.full(passes - 1, 2.0 / len(tau)), 1)
@@ -88,72 +91,47 @@ def fourier(ranks: int, passes: int, stretch: float, orthonormal: bool) -> Array
     for k in np.arange(0.5 if passes % 2 == 0 else 1.0, passes / 2):
         angle = 2 * math.pi * k * stretch / (passes * ranks) * tau
         columns += [math.sqrt(2) * np.cos(angle), math.sqrt(2) * np.sin(angle)]
-    table = np.stack(columns, axis=1)
+    table: Array = np.stack(columns, axis=1)
     return _orthonormal(table) if orthonormal else table
 
 
-Shape: TypeAlias = tuple[float, float, float, float]
+@dataclass(frozen=True)
+class Shape:
+    """Entries of the optimized code's generator, off its diagonal, k = 1..p-1.
+
+    Above the diagonal ``up (k/m)^rise g_k^taper``, below ``-down (k/m)^fall g_k^taper``, where m is
+    the geometric mean of 1..p-1 and ``g_k = sqrt((1 - k^2/p^2) / (1 - 1/(4 k^2)))``.
+    """
+
+    up: float
+    rise: float
+    down: float
+    fall: float
+    taper: float
+
+
+def generator(ranks: int, passes: int, shape: Shape) -> Array:
+    """Return B with V[t] = first row of exp(tau B): tridiagonal, zero diagonal, shape (p, p).
+
+    The family joins two others. ``down = rise = taper = 0`` gives the polynomials
+    ``(up tau / N)^q / q!``; ``up = down = pi s / 2, rise = fall = 0, taper = 1`` gives the Fourier
+    code of stretch s in another orthogonal basis, since the numbers g_k make up the Jacobi matrix
+    of p evenly spaced frequencies.
+    """
+    k = np.arange(1.0, passes)
+    scaled = k / np.exp(np.log(k).mean())
+    profile = np.sqrt((1 - (k / passes) ** 2) / (1 - 1 / (4 * k**2))) ** shape.taper
+    above = shape.up * scaled**shape.rise * profile
+    below = shape.down * scaled**shape.fall * profile
+    result: Array = (np.diag(above, 1) - np.diag(below, -1)) / ranks
+    return result
 
 
 def tridiagonal(ranks: int, passes: int, shape: Shape) -> Array:
-    """V[t] = first row of exp(tau B / N), B tridiagonal with zero diagonal; shape (L + 1, p).
-
-    Above the diagonal B holds ``up k^rise``, below it ``-down k^fall``, k = 1..p-1, for
-    ``shape = (up, rise, down, fall)``. ``down = 0, rise = 0`` gives the polynomials ``(up tau/N)^q / q!``,
-    ``up = down`` a rotation, like the Fourier code: the family joins the two.
-    """
-    up, rise, down, fall = shape
-    k = np.arange(1.0, passes)
-    generator = np.diag(up * k**rise, 1) - np.diag(down * k**fall, -1)
+    """V[t] = first row of exp(tau B), B of ``generator``; shape (L + 1, p)."""
     tau = _chain_times(ranks, passes)
-    table: Array = expm(tau[:, None, None] * (generator / ranks))[:, 0, :]
+    table: Array = expm(tau[:, None, None] * generator(ranks, passes, shape))[:, 0, :]
     return table
-
-
-# Grid of the search below, so coarse that no two machines take different decisions: octaves / 8 for
-# up and down, sixteenths for rise and fall.
-def _shape(point: tuple[int, ...]) -> Shape:
-    """The grid point as a shape."""
-    up, rise, down, fall = point
-    return 2 ** (up / 8), rise / 16, 2 ** (down / 8), fall / 16
-
-
-# From where to search: towards polynomials (down is nearly 0) and towards rotations.
-_STARTS = ((-16, 0, -56, 0), (0, 0, -8, 0))
-_STEPS = (16, 8, 4, 2, 1)
-_LEAST_GAIN = 1e-3
-
-
-def search_shape(objective: Callable[[Shape], float]) -> Shape:
-    """Return the shape with the smallest objective, by pattern search on a fixed grid.
-
-    Every rank searches for itself and must find the same: points lie on a grid, and a move is
-    made only for a gain of more than one in a thousand, far above what rounding can change. Costs
-    100 to 300 evaluations.
-    """
-    known: dict[tuple[int, ...], float] = {}
-
-    def value(point: tuple[int, ...]) -> float:
-        if point not in known:
-            known[point] = objective(_shape(point))
-        return known[point]
-
-    def descend(point: tuple[int, ...]) -> tuple[int, ...]:
-        for step in _STEPS:
-            moved = True
-            while moved:
-                moved = False
-                for axis in range(len(point)):
-                    for sign in (1, -1):
-                        near = (*point[:axis], point[axis] + sign * step, *point[axis + 1 :])
-                        if value(near) < value(point) * (1 - _LEAST_GAIN):
-                            point, moved = near, True
-        return point
-
-    ends = [descend(start) for start in _STARTS]
-    first, second = ends
-    better = value(second) < value(first) * (1 - _LEAST_GAIN)
-    return _shape(second if better else first)
 
 
 def near_one(ranks: int, components: int, delta: float) -> Array:

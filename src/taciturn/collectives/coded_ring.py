@@ -42,6 +42,9 @@ TILE_ELEMS = 1 << 17
 """Elements of a tile, part of the layout that ranks must share: 512 KiB of fp32. Matrix products of
 such tiles run at twice the time of a memcpy; smaller ones pay for the calls (measured)."""
 
+_HARMLESS_CONDITION = 10.0
+"""Decoders with a condition number up to this lose less in fp32 than one rounding on the wire."""
+
 
 @dataclass(eq=False)
 class CodedRing(Collective):
@@ -204,7 +207,7 @@ class CodedRing(Collective):
         agreed = f"{header.method} call {call} table {zlib.crc32(code.table.tobytes())}"
         transport.agree(replace(header, method=agreed), peers_to, peers_from)
         wire = self._wire(flat.dtype, flat.device, call_seed(self.seed, transport.rank, call))
-        layout = _Layout(code, flat.numel())
+        layout = _Layout(code, flat.numel(), self.inplace)
         segments = self._segments(layout, wire)
         work = flat if flat.dtype == wire.compute else flat.to(wire.compute)
         chain_type = _InPlaceChain if self.inplace else _CodedChain
@@ -230,7 +233,7 @@ class CodedRing(Collective):
             assert cost is not None
             return cost
         wire = self._wire(dtype, None, 0)
-        layout = _Layout(code, numel)
+        layout = _Layout(code, numel, self.inplace)
         segments = self._segments(layout, wire)
         lengths = [b - a for a, b in bounds(layout.length, segments)]
         messages, nbytes = header_cost(2 if self.shuffle else 1)
@@ -279,7 +282,7 @@ class _Layout:
     that element j of a message mixes elements that are w apart, within one tile.
     """
 
-    def __init__(self, code: Code, numel: int) -> None:
+    def __init__(self, code: Code, numel: int, inplace: bool = False) -> None:
         self.families = 1 if code.shared else code.ranks
         self.width = code.table.shape[1]
         self.numel = numel
@@ -287,6 +290,9 @@ class _Layout:
         stretch = self.length * self.width
         self.whole = numel // stretch if stretch else self.families
         self.padding = (self.families - self.whole) * stretch
+        # In place, what a tile is multiplied into (fp64 in and out) must stay below one slot.
+        most = min(TILE_ELEMS, self.length // 4) if inplace else TILE_ELEMS
+        self.tile_length = max(1, most // self.width)
 
     def stretches(self, flat: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Return the families, 1-D, and the padded copy of those that the end cuts short."""
@@ -301,7 +307,7 @@ class _Layout:
     def tiles(self, stretch: torch.Tensor, piece: tuple[int, int]) -> list[_Tile]:
         """Return the tiles of one piece of a family's stretch of memory."""
         start, stop = piece
-        step = max(1, TILE_ELEMS // self.width)
+        step = self.tile_length
         return [
             _Tile(
                 slice(a - start, min(a + step, stop) - start),
@@ -329,13 +335,13 @@ class _Tile(NamedTuple):
 class _Encoder:
     """What rank ``position`` of the ring multiplies with, as tensors.
 
-    Each rounding of a contribution stays in its chain until the end, so on a wire as precise as
-    the buffer the products are summed in ``encoding`` = fp64: in fp32 their q roundings would
-    outweigh the single one of the wire.
+    On a wire as precise as the buffer the local arithmetic would add more error than the wire: each
+    rounding of a contribution stays in its chain until the end, and an ill-conditioned decoder
+    amplifies those of its products. ``precise`` then asks for products in fp64.
     """
 
     def __init__(
-        self, code: Code, position: int, like: torch.Tensor, own: Own, encoding: torch.dtype
+        self, code: Code, position: int, like: torch.Tensor, own: Own, precise: bool
     ) -> None:
         self.code, self.position = code, position
         table = code.rank_table(position)
@@ -344,7 +350,11 @@ class _Encoder:
         change = table - late  # V[t] - V[t-N]
         decoders = code.rank_decoders(position, own)
 
-        def tensor(values: Any, dtype: torch.dtype = like.dtype) -> torch.Tensor:
+        encoding = torch.float64 if precise else like.dtype
+        harmless = code.condition_number <= _HARMLESS_CONDITION
+        decoding = torch.float64 if precise and not harmless else like.dtype
+
+        def tensor(values: Any, dtype: torch.dtype) -> torch.Tensor:
             return torch.tensor(values, dtype=dtype, device=like.device)
 
         self.rounds: list[list[int]] = []  # [family] rounds in which it passes here
@@ -361,8 +371,9 @@ class _Encoder:
             self.rounds.append(rounds)
             self.complete.append(complete)
             self.change.append(tensor(change[rounds], encoding))
-            self.decoder.append(tensor(decoder))
-            self.correction.append(tensor(np.eye(len(decoder)) - decoder @ table[complete]))
+            self.decoder.append(tensor(decoder, decoding))
+            correction = np.eye(len(decoder)) - decoder @ table[complete]
+            self.correction.append(tensor(correction, decoding))
 
     def family(self, round: int) -> int:
         """Return the family of the message that passes here in ``round``."""
@@ -426,8 +437,7 @@ class _CodedChain:
         segments: int,
     ) -> None:
         self.layout, self.flat = layout, flat
-        encoding = torch.float64 if _is_native(wire) else wire.compute
-        self.encoder = _Encoder(code, position, flat, "exact", encoding)
+        self.encoder = _Encoder(code, position, flat, "exact", precise=_is_native(wire))
         self.pieces = bounds(layout.length, segments)
         self.families, self.rest = layout.stretches(flat)
         self.messages = _Messages(wire, [b - a for a, b in self.pieces], flat)
@@ -442,10 +452,7 @@ class _CodedChain:
             change = self.encoder.change[family]
             slots = self.flat.new_empty(change.shape[0], piece[1] - piece[0])
             for where, block in self.layout.tiles(self.families[family], piece):
-                if change.dtype == block.dtype:
-                    torch.mm(change, block, out=slots[:, where])
-                else:
-                    slots[:, where] = change @ block.to(change.dtype)
+                slots[:, where] = change @ block.to(change.dtype)
             self.slots[key] = slots
         return self.slots[key][self.encoder.row(round)]
 
@@ -470,7 +477,8 @@ class _CodedChain:
         slots = self.slots[family, segment][encoder.early(family) :]  # (q, s)
         decoder, correction = encoder.decoder[family], encoder.correction[family]
         for where, block in self.layout.tiles(self.families[family], self.pieces[segment]):
-            block.copy_((correction @ block).addmm_(decoder, slots[:, where]))
+            wide, messages = block.to(decoder.dtype), slots[:, where].to(decoder.dtype)
+            block.copy_((correction @ wide).addmm_(decoder, messages))
 
     def finish(self) -> None:
         """Put the padded families back."""
@@ -497,7 +505,7 @@ class _InPlaceChain:
         segments: int,
     ) -> None:
         self.layout, self.flat = layout, flat
-        self.encoder = _Encoder(code, position, flat, "fresh", wire.compute)
+        self.encoder = _Encoder(code, position, flat, "fresh", precise=_is_native(wire))
         self.pieces = bounds(layout.length, segments)
         self.families, self.rest = layout.stretches(flat)
         lengths = [b - a for a, b in self.pieces]
@@ -511,9 +519,9 @@ class _InPlaceChain:
         change = encoder.change[family]
         for where, block in self.layout.tiles(self.families[family], self.pieces[segment]):
             if row < early:
-                values[where].addmv_(block.t(), change[row])
+                values[where] += change[row] @ block.to(change.dtype)
             if row == max(early - 1, 0):
-                block.copy_(change[early:] @ block)
+                block.copy_(change[early:] @ block.to(change.dtype))
             if row >= early:
                 values[where].add_(block[row - early])
                 block[row - early].copy_(values[where])
@@ -542,7 +550,8 @@ class _InPlaceChain:
         if round != encoder.complete[family][-1]:
             return
         for _, block in self.layout.tiles(self.families[family], self.pieces[segment]):
-            block.copy_(encoder.decoder[family] @ block)
+            decoder = encoder.decoder[family]
+            block.copy_(decoder @ block.to(decoder.dtype))
 
     def finish(self) -> None:
         """Put the padded families back."""

@@ -22,7 +22,7 @@ import difflib
 import math
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import Literal, TypeAlias
@@ -37,6 +37,7 @@ from taciturn.collectives.code_errors import (
     expected_shared,
     rounding_of,
 )
+from taciturn.collectives.code_search import search_shape
 from taciturn.errors import CodeError
 
 __all__ = ["CODES", "EPS_GRID", "Code", "CodeErrors", "CodeSpec", "design", "rounding_of"]
@@ -70,7 +71,7 @@ class Code:
         orthonormal: whether the columns were orthonormalised (times sqrt(L + 1)).
         eps: nearness of the nodes, None where the code has none.
         stretch: of the Fourier code's frequencies; 1 elsewhere.
-        shape: the optimized code's (up, rise, down, fall), see ``code_tables.tridiagonal``.
+        shape: of the optimized code's generator, see ``code_tables``; None elsewhere.
         turns: for "roots" nodes only: rank k turns each pair of components by ``turns k / ranks``
             of a circle before it encodes and back after it decodes. One integer a column, 0
             where nothing turns, +j and -j for a pair, ranks / 2 for a change of sign.
@@ -86,7 +87,7 @@ class Code:
     orthonormal: bool = False
     eps: float | None = None
     stretch: float = 1.0
-    shape: tuple[float, ...] | None = None
+    shape: code_tables.Shape | None = None
     turns: tuple[int, ...] | None = None
     _decoders: dict[str, Array] = field(default_factory=dict, init=False, repr=False)
 
@@ -146,7 +147,7 @@ class Code:
         return range(0 if own == "fresh" or self.ranks == 1 else 1, self.ranks)
 
     def decoders(self, own: Own = "exact") -> Array:
-        """Return D with ``D V_h`` near I for each h: shape (N, p, p), by residue; (1, c, c) if shared.
+        """Return D with ``D V_h`` near I: shape (N, p, p), by residue; (1, c, c) if shared.
 
         ``own="exact"``: D is for the sum of the other ranks, h = 1..N-1, decoded from the received
         messages less the own stale term; the own components are then added exactly.
@@ -252,7 +253,7 @@ class Code:
         if self.stretch != 1.0:
             parts.append(f"stretch {self.stretch:g}")
         if self.shape is not None:
-            parts.append("shape " + " ".join(f"{x:.3g}" for x in self.shape))
+            parts.append("shape " + " ".join(f"{x:.3g}" for x in astuple(self.shape)))
         if self.decode != "centred":
             parts.append(self.decode)
         return ", ".join(parts)
@@ -449,7 +450,7 @@ def _chains(
     orthonormal: bool = False,
     eps: float | None = None,
     stretch: float = 1.0,
-    shape: tuple[float, ...] | None = None,
+    shape: code_tables.Shape | None = None,
 ) -> Code:
     """The code in chains with this table."""
     return Code(
@@ -517,28 +518,16 @@ def _best(request: _Request, near: Callable[[float], Code]) -> Code:
 
 
 def _optimized(request: _Request) -> Code:
-    """The best code of the tridiagonal family, always decoded as asked."""
+    """The best code of the tridiagonal family, searched for centred decoding."""
     n, p = request.ranks, request.passes
     bound = math.inf if request.condition_bound is None else request.condition_bound
-
-    def at(shape: code_tables.Shape) -> Code:
-        return _chains(request, code_tables.tridiagonal(n, p, shape), shape=shape)
-
-    def objective(shape: code_tables.Shape) -> float:
-        with np.errstate(all="ignore"):
-            code = at(shape)
-            if not np.abs(code.table).max() < 1e12:
-                return math.inf
-            try:
-                error = code.expected(request.rounding).replica_error
-                return error if code.condition_number <= bound else math.inf
-            except CodeError:
-                return math.inf
-
-    shape = code_tables.search_shape(objective)
-    if objective(shape) == math.inf:
+    shape = search_shape(max(n, 2), p, request.rounding, bound)
+    code = None
+    if shape is not None:
+        code = _chains(request, code_tables.tridiagonal(n, p, shape), shape=shape)
+    if code is None or code.condition_number > bound:
         raise CodeError(
-            f"no optimized code for {n} ranks and {p} passes has a condition number <= {bound:g}: "
-            "raise condition_bound, or fewer passes"
+            f"no optimized code for {n} ranks and {p} passes was found with a condition number <= "
+            f"{bound:g}: raise condition_bound, or fewer passes"
         )
-    return at(shape)
+    return code

@@ -1,0 +1,217 @@
+"""The command line: one thin function per command.
+
+Each command imports what it needs when it runs, so that ``--help`` and ``methods`` answer at once,
+without torch. Errors that Taciturn raises on purpose become ``taciturn: error: MESSAGE`` on stderr
+and an exit status, without a traceback: 2 if the input was wrong, 1 if the run failed. A rank of a
+larger group says which one it is.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from taciturn.errors import CodeError, InputError, MethodError, PeerError, TaciturnError
+
+__all__ = ["main"]
+
+METHODS = "backend; ring; coded:passes=4; coded:passes=16,code=fourier; quantized:bits=8"
+"""What is benched if nothing is said."""
+
+app = typer.Typer(
+    help="Training that talks less, and proof that it helped.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit.
+
+    Args:
+        arguments: what follows the program's name; by default this process's own.
+    """
+    try:
+        app(arguments, prog_name="taciturn")
+    except TaciturnError as error:
+        rank = os.environ.get("RANK")
+        who = "" if rank is None else f"rank {rank}: "
+        print(f"taciturn: error: {who}{error}", file=sys.stderr, flush=True)
+        if rank is not None and isinstance(error, PeerError):
+            os._exit(1)  # the usual exit waits for gloo's threads, and they for the lost rank
+        sys.exit(2 if isinstance(error, MethodError | InputError | CodeError) else 1)
+    sys.exit(0)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"taciturn {version('taciturn')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _taciturn(
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command("methods")
+def _methods(
+    json: Annotated[bool, typer.Option("--json", help="One JSON list instead of tables.")] = False,
+) -> None:
+    """List the methods, their keys, values and defaults.
+
+    A method is written name:key=value,key=value. A list of methods has a ; between them.
+    """
+    from taciturn.methods import table
+
+    if json:
+        import orjson
+
+        print(orjson.dumps(table(), option=orjson.OPT_INDENT_2).decode())
+        return
+
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False, markup=False)
+    console.print(
+        "A method is name:key=value,key=value; a list of methods has a ; between them:\n"
+        "ring; coded:passes=16,code=fourier; quantized:bits=8"
+    )
+    for spec in table():
+        console.print(Text.assemble("\n", (spec.name, "bold"), f"  {spec.summary}"))
+        rows = Table("key", "values", "default", "meaning", box=None, pad_edge=False)
+        rows.columns[0].no_wrap = True
+        rows.columns[1].max_width = 24
+        for key in spec.keys:
+            rows.add_row(*map(Text, (key.name, key.values, key.default_words, key.meaning)))
+        console.print(rows)
+
+
+@app.command("bench")
+def _bench(
+    ranks: Annotated[
+        int | None,
+        typer.Option(help="Ranks to start on this machine; 8 if not given. Not under torchrun."),
+    ] = None,
+    rate: Annotated[
+        str,
+        typer.Option(
+            help="Rate of every link, both ways: 200mbit, 1gbit, unshaped. Not under torchrun."
+        ),
+    ] = "unshaped",
+    size: Annotated[
+        str,
+        typer.Option(
+            help="Buffer sizes: 32MiB or 64KiB,1MiB,8MiB. By default that of the input file, "
+            "or 32MiB.",
+            show_default=False,
+        ),
+    ] = "",
+    methods: Annotated[
+        str, typer.Option(help="Methods with ; between them; see taciturn methods.")
+    ] = METHODS,
+    input: Annotated[
+        str,
+        typer.Option(
+            help="What to reduce: gradients (of a small GPT on real text), random, or a .pt or "
+            ".npy file, in whose name {rank} stands for the rank."
+        ),
+    ] = "gradients",
+    repeats: Annotated[int, typer.Option(help="Timed calls of each method and size.")] = 5,
+    warmup: Annotated[int, typer.Option(help="Calls before them, kept apart.")] = 1,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds after which a silent rank counts as lost.")
+    ] = 60.0,
+    seed: Annotated[int, typer.Option(help="Of inputs and of the order of calls.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu, or cuda (under torchrun).")] = "cpu",
+    json: Annotated[Path | None, typer.Option(help="File for the rows, as JSON.")] = None,
+    html: Annotated[Path | None, typer.Option(help="File for one self-contained page.")] = None,
+) -> None:
+    """Time all-reduce methods side by side, and measure their bytes and errors.
+
+    Starts its own ranks, on an emulated network if a rate is given and one can be made here, on
+    loopback otherwise; it says which. Under torchrun it measures the cluster that it is part of.
+    """
+    from taciturn.bench import BenchConfig, bench
+    from taciturn.units import parse_rate, parse_size
+
+    config = BenchConfig(
+        methods=methods,
+        sizes_bytes=tuple(parse_size(one) for one in size.split(",")) if size else (),
+        ranks=ranks,
+        rate_bits_per_s=parse_rate(rate),
+        input=input,
+        repeats=repeats,
+        warmups=warmup,
+        seed=seed,
+        timeout_s=timeout,
+        device=device,
+        json=json,
+        html=html,
+    )
+    raise typer.Exit(bench(config))
+
+
+@app.command("testbed", context_settings={"allow_interspersed_args": False})
+def _testbed(
+    command: Annotated[
+        list[str], typer.Argument(metavar="COMMAND...", help="What each rank runs, after a --.")
+    ],
+    ranks: Annotated[int, typer.Option(help="How many ranks.")] = 4,
+    rate: Annotated[
+        str | None,
+        typer.Option(
+            help="Rate of every link, both ways: 200mbit, unshaped; or one per rank: "
+            "200mbit,200mbit,20mbit. Without it the ranks run on loopback.",
+        ),
+    ] = None,
+    rate_down: Annotated[
+        str | None, typer.Option(help="What a rank receives at, if not at --rate.")
+    ] = None,
+    delay_ms: Annotated[float, typer.Option(help="From rank to rank, one way; needs netem.")] = 0,
+    loss: Annotated[float, typer.Option(help="Share of packets lost; needs netem.")] = 0,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds after which the ranks are ended.")
+    ] = 86400,
+) -> None:
+    """Run a command on every rank of an emulated cluster, with torchrun's variables set.
+
+    Example: taciturn testbed --ranks 8 --rate 200mbit -- python train.py
+    """
+    from taciturn.testbed import run_command
+    from taciturn.units import parse_rate
+
+    def rates(text: str) -> int | list[int | None] | None:
+        each = [parse_rate(one) for one in text.split(",")]
+        return each if len(each) > 1 else each[0]
+
+    status = run_command(
+        ranks,
+        None if rate is None else rates(rate),
+        command,
+        local=rate is None and rate_down is None,
+        rate_down="same" if rate_down is None else rates(rate_down),
+        delay_s=delay_ms / 1e3,
+        loss=loss,
+        timeout_s=timeout,
+    )
+    raise typer.Exit(status)

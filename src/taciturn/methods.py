@@ -1,0 +1,265 @@
+"""The methods there are: one table that drives parsing, printing and building.
+
+A method is named in one grammar everywhere (:mod:`taciturn.grammar`): ``coded:passes=4``. Which
+keys it has, of what type and with which default, is in the table here and nowhere else:
+:func:`parse` reads by it, ``taciturn methods`` prints it, :func:`build` builds by it.
+
+Law: keys and defaults are the constructors' own keywords and defaults
+(``test_table_is_the_constructors_signatures``).
+
+Importing this module does not import torch; :func:`build` does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from taciturn import grammar
+from taciturn.errors import MethodError
+from taciturn.grammar import Key, Method, MethodSpec, Value, nearest, spell, spell_value
+
+if TYPE_CHECKING:
+    from taciturn.collectives import Collective
+
+__all__ = [
+    "Key",
+    "Method",
+    "MethodSpec",
+    "Value",
+    "build",
+    "describe",
+    "parse",
+    "parse_list",
+    "spell",
+    "table",
+]
+
+
+_FORMATS = ("fp64", "fp32", "fp16", "bf16", "int8", "int4")
+
+
+def _wire(*choices: str, default: str | None = None) -> Key:
+    meaning = "number format of what is sent"
+    return Key("wire", "choice", default, meaning, choices, unset="the buffer's")
+
+
+_BITS = Key(
+    "bits",
+    "int",
+    None,
+    "shorthand for wire: int8 or int4",
+    choices=(8, 4),
+    unset="see wire",
+    alias_of="wire",
+    alias_values=("int8", "int4"),
+)
+_BLOCK = Key(
+    "block",
+    "int",
+    128,
+    "elements per scale on int wires; a power of two",
+    minimum=2,
+    maximum=131072,
+)
+_ROUNDING = Key(
+    "rounding",
+    "choice",
+    "nearest",
+    "stochastic: unbiased, but noisier",
+    choices=("nearest", "stochastic"),
+)
+_SEGMENTS = Key(
+    "segments",
+    "int",
+    None,
+    "slices of a message, to overlap coding and sending",
+    minimum=1,
+    maximum=1024,
+    unset="by the size",
+)
+_SEED = Key("seed", "int", 0, "of everything random in it", minimum=0)
+
+_TABLE: tuple[MethodSpec, ...] = (
+    MethodSpec(
+        "backend",
+        "The process group's own all_reduce, the baseline",
+        "Backend",
+        (_wire("fp32", "fp16", "bf16"),),
+    ),
+    MethodSpec(
+        "ring",
+        "Plain ring, exact: each of N ranks sends 2(N-1)/N buffers",
+        "Ring",
+        (_SEGMENTS,),
+    ),
+    MethodSpec(
+        "coded",
+        "Coded approximate ring (CERAR): each rank sends 1 + (N-2)/(passes N) buffers",
+        "CodedRing",
+        (
+            Key("passes", "int", 4, "trips round the ring; more: fewer bytes", minimum=1),
+            Key(
+                "components",
+                "int",
+                None,
+                "parts of the buffer, for code=vandermonde",
+                minimum=3,
+                unset="passes x N",
+            ),
+            Key(
+                "code",
+                "choice",
+                "polynomial",
+                "fourier: for many passes and narrow wires",
+                choices=("polynomial", "fourier", "clustered", "optimized", "vandermonde"),
+            ),
+            Key(
+                "eps",
+                "float",
+                None,
+                "nearness of nodes; less: less spread, more rounding noise",
+                minimum=0,
+                open=True,
+                unset="by the wire",
+            ),
+            Key(
+                "stretch",
+                "float",
+                1.0,
+                "of code=fourier; less: less spread, worse condition",
+                minimum=0,
+                maximum=1,
+                open=True,
+            ),
+            Key(
+                "nodes",
+                "choice",
+                "near_one",
+                "of code=vandermonde; roots: better condition",
+                choices=("near_one", "roots"),
+            ),
+            Key(
+                "decode",
+                "choice",
+                "centred",
+                "centred: errors cancel in the mean over ranks",
+                choices=("centred", "least_squares"),
+            ),
+            Key("orthonormal", "bool", None, "orthonormalise the table", unset="by the code"),
+            Key("shuffle", "bool", False, "draw a new order of the ring in each call"),
+            _SEED,
+            Key("ranks_per_host", "int", 1, "ranks that a shuffle keeps together", minimum=1),
+            _wire(*_FORMATS[:-1]),
+            _BLOCK,
+            _ROUNDING,
+            _SEGMENTS,
+            Key("inplace", "bool", False, "store 1 + N/c buffers in all; a bit more spread"),
+            Key(
+                "spread_budget",
+                "float",
+                None,
+                "most spread allowed; code and passes are then chosen",
+                minimum=0,
+                open=True,
+                unset="none",
+            ),
+            Key(
+                "mean_error_budget",
+                "float",
+                None,
+                "most error of the mean over ranks allowed; the same",
+                minimum=0,
+                open=True,
+                unset="none",
+            ),
+        ),
+    ),
+    MethodSpec(
+        "quantized",
+        "Ring that rounds at each hop; all ranks end bit-identical",
+        "QuantizedRing",
+        (_wire(*_FORMATS, default="int8"), _BITS, _BLOCK, _ROUNDING, _SEGMENTS, _SEED),
+    ),
+    MethodSpec(
+        "direct",
+        "Each rank to each other, two roundings in all; ranks end bit-identical",
+        "Direct",
+        (_wire(*_FORMATS, default="int8"), _BITS, _BLOCK, _ROUNDING, _SEGMENTS, _SEED),
+    ),
+)
+
+
+def table() -> list[MethodSpec]:
+    """All methods, in the order in which they are printed."""
+    return list(_TABLE)
+
+
+def parse(text: str) -> Method:
+    """The method that ``text`` names.
+
+    Raises:
+        MethodError: it names none; the message gives the position and the nearest name.
+    """
+    return grammar.parse(text, _TABLE)
+
+
+def parse_list(text: str) -> list[Method]:
+    """The methods in ``text``, separated by ``;``; one more ``;`` may end it.
+
+    Raises:
+        MethodError: one of them means nothing; the message says which, where and what is nearest.
+    """
+    return grammar.parse_list(text, _TABLE)
+
+
+def describe(method: Method | str) -> str:
+    """The method in one line: what it is, the keys that were given, and the defaults of others.
+
+    Raises:
+        MethodError: no such method.
+    """
+    method = parse(method) if isinstance(method, str) else method
+    spec = _find(method)
+    given = _keywords(spec, method)
+    said = [f"{name}={spell_value(value)}" for name, value in given.items()]
+    defaults = [
+        f"{key.name}={key.default_words}"
+        for key in spec.keys
+        if key.name not in given and key.default is not None
+    ]
+    parts = [spec.summary, ", ".join(said), f"default {', '.join(defaults)}" if defaults else ""]
+    return "; ".join(part for part in parts if part)
+
+
+def build(method: Method | str) -> Collective:
+    """The collective that the method names, with the options given.
+
+    Raises:
+        MethodError: no such method.
+        CodeError, InputError: its options are possible one by one, but not together.
+    """
+    from taciturn import collectives
+
+    method = parse(method) if isinstance(method, str) else method
+    spec = _find(method)
+    collective: Collective = getattr(collectives, spec.constructor)(**_keywords(spec, method))
+    return collective
+
+
+def _find(method: Method) -> MethodSpec:
+    found = next((spec for spec in _TABLE if spec.name == method.name), None)
+    if found is None:
+        raise MethodError(
+            f"unknown method {method.name!r}{nearest(method.name, [spec.name for spec in _TABLE])}"
+        )
+    return found
+
+
+def _keywords(spec: MethodSpec, method: Method) -> dict[str, Value]:
+    """The options as the constructor's keywords: shorthands are written out."""
+    keys = {key.name: key for key in spec.keys}
+    keywords: dict[str, Value] = {}
+    for name, value in method.options.items():
+        target, meant = keys[name].written_out(value)
+        keywords[target] = meant
+    return keywords

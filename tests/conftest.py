@@ -1,0 +1,44 @@
+"""Fixtures that start processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from ranks import Ranks
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def _pools() -> Iterator[dict[int, Ranks]]:
+    pools: dict[int, Ranks] = {}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture
+def pool(_pools: dict[int, Ranks]) -> Ranks:
+    """Four gloo ranks that live for the whole test run; started again if one was lost."""
+    ranks = _pools.get(4)
+    if ranks is None or not all(process.is_alive() for process in ranks.processes):
+        if ranks is not None:
+            ranks.close()
+        ranks = _pools[4] = Ranks(4)
+    return ranks
+
+
+@pytest.fixture
+def new_ranks() -> Iterator[Callable[[int], Ranks]]:
+    """Gloo ranks of this test alone, which may be killed."""
+    made: list[Ranks] = []
+
+    def make(size: int) -> Ranks:
+        made.append(Ranks(size))
+        return made[-1]
+
+    yield make
+    for ranks in made:
+        ranks.close()

@@ -1,0 +1,179 @@
+"""Wire formats: exact sizes, bounded errors, and the inputs that break quantizers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from taciturn.collectives.wires import WIRES, BlockScaled, Wire, make_wire
+from taciturn.errors import InputError
+
+CPU = torch.device("cpu")
+
+
+def coded(wire: Wire, values: torch.Tensor) -> torch.Tensor:
+    """Return what ``values`` become on the other side."""
+    message = torch.empty(wire.nbytes(values.numel()), dtype=torch.uint8)
+    wire.encode(values, message)
+    out = torch.full_like(values, math.nan)
+    wire.decode(message, out)
+    return out
+
+
+def step(wire: Wire, values: torch.Tensor) -> torch.Tensor:
+    """Return the largest error the wire may make at each element, from its definition."""
+    if isinstance(wire, BlockScaled):
+        # The scale is rounded up to bf16, 2^-7 apart at most; nearest rounding errs by half a step.
+        block = torch.nn.functional.pad(values, (0, -values.numel() % wire.block))
+        largest = block.view(-1, wire.block).abs().amax(1, keepdim=True)
+        scale = (largest / wire.largest * (1 + 2**-7)).clamp(min=2.0**-126)
+        half = (scale / 2 * (1 + 1e-5)).expand(-1, wire.block).reshape(-1)
+        return half[: values.numel()] * (2 if wire.stochastic else 1)
+    bits = {"fp64": 53, "fp32": 24, "fp16": 11, "bf16": 8}[wire.name]
+    smallest = {"fp16": 2.0**-25, "bf16": 2.0**-134}.get(wire.name, 0.0)  # half a subnormal
+    return (values.abs() * 2.0**-bits + smallest) * (2 if getattr(wire, "stochastic", False) else 1)
+
+
+@pytest.mark.parametrize("name", WIRES)
+@pytest.mark.parametrize("numel", [0, 1, 2, 127, 128, 129, 1000, (1 << 17) + 3])
+def test_error_is_within_half_a_step(name, numel):
+    """Every element comes back within half a step of the format, at any length."""
+    wire = make_wire(name, torch.float32)
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+    assert ((coded(wire, values) - values).abs() <= step(wire, values)).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "block", "numel", "nbytes"),
+    [
+        ("fp32", 128, 10, 40),
+        ("bf16", 128, 10, 20),
+        ("int8", 128, 128, 130),
+        ("int8", 128, 129, 260),
+        ("int4", 128, 128, 66),
+        ("int4", 32, 33, 36),
+        ("int8", 64, 0, 0),
+    ],
+)
+def test_message_bytes(name, block, numel, nbytes):
+    """A message is one bf16 scale per block and the integers; the last block is padded."""
+    assert make_wire(name, torch.float32, block=block).nbytes(numel) == nbytes
+
+
+HARD_BLOCKS = {
+    "zeros": [0.0] * 4,
+    "constant": [9.0] * 4,
+    "negative": [-9.0, -9.0],
+    "tiny": [1e-38],
+    "subnormal": [1e-42, -3e-43],
+    "outlier": [1e-3, -1e-3, 3e38, 1e-3],
+    "alternating": [127.0, -127.0] * 3,
+}
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("name", ["int8", "int4", "bf16"])
+@pytest.mark.parametrize("block", HARD_BLOCKS)
+def test_hard_blocks(block, name, rounding):
+    """Constant, zero, tiny and outlier blocks: finite, zero stays zero, others within one step."""
+    wire = make_wire(name, torch.float32, rounding=rounding, seed=3)
+    values = torch.tensor(HARD_BLOCKS[block])
+    out = coded(wire, values)
+    assert out.isfinite().all()
+    assert (out[values == 0] == 0).all()
+    assert ((out - values).abs() <= step(wire, values)).all()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("name", WIRES)
+def test_non_finite_stays_non_finite(name, rounding, bad):
+    """A NaN or infinity never becomes a number, and other blocks stay finite."""
+    if rounding == "stochastic" and name not in ("int8", "int4", "bf16"):
+        pytest.skip("this wire has no stochastic rounding")
+    wire = make_wire(name, torch.float32, rounding=rounding)
+    values = torch.ones(256)
+    values[3] = bad
+    out = coded(wire, values)
+    assert not out[3].isfinite()
+    assert out[128:].isfinite().all()
+
+
+def test_nan_with_any_payload_stays_nan():
+    """No bit pattern of a NaN is rounded into a number by the bit tricks."""
+    patterns = [0x7F800001, 0x7FFFFFFF, 0x7FC00000, -1, -0x7FFFFF]
+    bits = torch.tensor(patterns, dtype=torch.int32)
+    for name in ("bf16", "int8"):
+        for rounding in ("nearest", "stochastic"):
+            wire = make_wire(name, torch.float32, rounding=rounding)
+            for value in bits.view(torch.float32):
+                assert coded(wire, value.repeat(4)).isnan().all()
+
+
+def test_fp16_overflow_is_infinite():
+    """A value that fp16 cannot hold becomes infinite, as casting does, so that it is noticed."""
+    assert coded(make_wire("fp16", torch.float32), torch.tensor([1e6])).isinf().all()
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "bf16"])
+def test_stochastic_rounding_is_unbiased_and_repeatable(name):
+    """The mean of many roundings is the value; the same seed rounds the same way."""
+    values = torch.tensor([0.3, -0.77, 1.0]).repeat(20000)
+    out = coded(make_wire(name, torch.float32, rounding="stochastic", seed=1), values)
+    again = coded(make_wire(name, torch.float32, rounding="stochastic", seed=1), values)
+    other = coded(make_wire(name, torch.float32, rounding="stochastic", seed=2), values)
+    assert torch.equal(out, again)
+    assert not torch.equal(out, other)
+    one_step = step(make_wire(name, torch.float32, rounding="stochastic"), values).max().item()
+    tolerance = 5 * one_step / math.sqrt(20000)  # five standard errors, each at most a step
+    assert (out.view(-1, 3).mean(0) - values[:3]).abs().max().item() <= tolerance
+
+
+def test_stochastic_rounding_leaves_the_global_generator_alone():
+    """Training's random numbers are not consumed."""
+    before = torch.get_rng_state()
+    coded(make_wire("int8", torch.float32, rounding="stochastic"), torch.randn(3).mul_(0).add_(1))
+    torch.set_rng_state(before)
+    coded(make_wire("int4", torch.float32, rounding="stochastic"), torch.ones(3))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@given(st.integers(1, 400), st.sampled_from(WIRES), st.integers(0, 2**31))
+def test_relay_is_decode_add_encode(numel, name, seed):
+    """Relaying equals decoding, adding and encoding; what is kept is what the others will decode."""
+    generator = torch.Generator().manual_seed(seed)
+    wire = make_wire(name, torch.float32)
+    first, own = torch.randn(2, numel, generator=generator)
+    message = torch.empty(wire.nbytes(numel), dtype=torch.uint8)
+    onward, direct = torch.empty_like(message), torch.empty_like(message)
+    wire.encode(first, message)
+    arrived, kept, decoded = torch.empty(numel), torch.empty(numel), torch.empty(numel)
+    wire.decode(message, arrived)
+    wire.relay(message, own, onward, keep=kept)
+    wire.encode(arrived + own, direct)
+    assert torch.equal(onward, direct)
+    wire.decode(onward, decoded)
+    assert torch.equal(kept, decoded)
+    total = own.clone()
+    wire.accumulate(message, total)
+    assert torch.equal(total, own + arrived)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"name": "int2"}, "choose one of"),
+        ({"name": "int8", "block": 0}, "block=0"),
+        ({"name": "int8", "block": 3}, "power of two"),
+        ({"name": "int8", "rounding": "up"}, "rounding='up'"),
+        ({"name": "fp16", "rounding": "stochastic"}, "round stochastically"),
+    ],
+)
+def test_bad_arguments(arguments, text):
+    """A wire that does not exist is refused with what does."""
+    with pytest.raises(InputError, match=text):
+        make_wire(arguments.pop("name"), torch.float32, **arguments)
