@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench_rows import make_calls
@@ -81,6 +81,7 @@ def test_limit_fraction() -> None:
     assert limit_fraction(1_448_000, seconds, None) is None
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=20))
 def test_quartiles_are_numpy_s(values: list[float]) -> None:
     """Quartiles interpolate linearly, whatever the number of values."""
@@ -171,6 +172,7 @@ def test_errors_are_the_design_s_definitions(ranks: int) -> None:
         assert row[f"worst_parameter_{kind}_error"] == pytest.approx(each[worst], rel=1e-12)
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(st.integers(0, 2**32 - 1), st.integers(1, 6))
 def test_replica_error_is_mean_error_and_spread(seed: int, ranks: int) -> None:
     """Law: replica_error^2 = mean_error^2 + spread^2."""

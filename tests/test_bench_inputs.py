@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from taciturn.bench import inputs
@@ -86,6 +86,7 @@ def test_training_randomness_is_left_alone() -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(st.integers(1, 1 << 28))
 def test_the_model_is_just_large_enough(numel: int) -> None:
     """The GPT has no fewer parameters than elements, and beyond 1 MiB not half as many more."""

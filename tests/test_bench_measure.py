@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from taciturn.bench.measure import Eta, Job, order_of_calls
@@ -30,6 +30,7 @@ RANKS = 3
 SIZES = (4 * 5000, 4)
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(st.integers(1, 20), st.integers(0, 50), st.integers(0, 2**31))
 def test_each_repeat_runs_every_method_once(methods: int, repeat: int, seed: int) -> None:
     """The order of a repeat is a permutation, the same wherever it is asked for."""
@@ -63,6 +64,7 @@ def test_eta_repeats_what_was_seen() -> None:
     assert eta.fraction == 3 / (3 + 3 + 6 + 5)
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.floats(0.01, 10)), min_size=1, max_size=9))
 def test_eta_ends_at_the_end(done: list[tuple[str, float]]) -> None:
     """Fractions lie between 0 and 1; when all is done, all is done."""

@@ -12,9 +12,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from implementations import IMPLEMENTATIONS
 
 import taciturn.collectives as collectives
+from implementations import IMPLEMENTATIONS
 from taciturn.collectives import (
     Backend,
     CodedRing,
@@ -320,7 +320,9 @@ def test_list_of_tensors_is_one_buffer(name):
 
     def tensors(rank: int) -> list[torch.Tensor]:
         made = [
-            d.view(s) for s in shapes for d in dyadic(math.prod(s), 4, torch.float32)[rank : rank + 1]
+            d.view(s)
+            for s in shapes
+            for d in dyadic(math.prod(s), 4, torch.float32)[rank : rank + 1]
         ]
         made[3] = made[3].contiguous(memory_format=torch.channels_last)
         return made
@@ -570,7 +572,7 @@ def halves(numel: int) -> tuple[bool, bool, int, int]:
 @pytest.mark.processes
 @pytest.mark.parametrize("numel", [0, 1, 4000, 4003])
 def test_reduce_scatter_and_all_gather(pool, numel):
-    """Rank i ends with chunk i of the sum; gathering the chunks gives the sum; half the bytes each."""
+    """Rank i ends with chunk i of the sum; gathering gives the whole; half the bytes each."""
     for scattered, gathered, half, whole in pool.run(halves, numel):
         assert scattered
         assert gathered

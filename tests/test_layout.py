@@ -25,6 +25,7 @@ TORCH_FREE = [
     "taciturn",
     "taciturn.cli",
     "taciturn.collectives",
+    "taciturn.collectives.code_choice",
     "taciturn.collectives.codes",
     "taciturn.errors",
     "taciturn.grammar",

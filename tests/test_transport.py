@@ -6,12 +6,13 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from taciturn.collectives import CodedRing, Collective, Direct, QuantizedRing, Ring
+from taciturn.collectives import Backend, CodedRing, Collective, Direct, QuantizedRing, Ring
 from taciturn.errors import InputError, MismatchError, PeerError
 from taciturn.ledger import Ledger, LedgerCounts
 from taciturn.transport import (
@@ -19,9 +20,9 @@ from taciturn.transport import (
     DistributedTransport,
     Header,
     Transport,
-    _verdict,
     run_threads,
 )
+from taciturn.transport.reports import decide
 
 TIMEOUT_S = 6.0
 
@@ -164,7 +165,7 @@ def test_threads_never_hang_on_a_silent_rank():
 def test_thread_count_is_checked(size):
     """Only 1 to 64 threads can play ranks."""
     with pytest.raises(InputError, match=f"size={size}"):
-        run_threads(size, lambda transport: None)
+        run_threads(size, exchange_in_order)
 
 
 def test_ledger_counts_subtract():
@@ -203,13 +204,16 @@ BAD = {
         "memory order",
     ),
 }
-COLLECTIVES = {
+COLLECTIVES: dict[str, Callable[[], Collective]] = {
+    "backend": Backend,
     "ring": Ring,
     "coded": lambda: CodedRing(passes=2),
     "shuffled": lambda: CodedRing(passes=2, shuffle=True),
     "quantized": QuantizedRing,
     "direct": Direct,
 }
+
+CHECKED = [name for name in COLLECTIVES if name != "backend"]  # gloo's own checks nothing
 
 
 def disagree(which: str, collective: str) -> tuple[str, str, bool]:
@@ -225,7 +229,7 @@ def disagree(which: str, collective: str) -> tuple[str, str, bool]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("collective", CHECKED)
 @pytest.mark.parametrize("which", BAD)
 def test_disagreement_is_an_error_on_every_rank(pool, which, collective):
     """Other lengths, dtypes or layouts on one rank: the same MismatchError everywhere.
@@ -239,7 +243,7 @@ def test_disagreement_is_an_error_on_every_rank(pool, which, collective):
     assert all(untouched for _, _, untouched in results[2:])
 
 
-@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("collective", CHECKED)
 @pytest.mark.parametrize("which", BAD)
 def test_thread_disagreement(which, collective):
     """The same between threads."""
@@ -294,6 +298,26 @@ def test_a_counter_that_differs_is_an_error_on_every_rank(pool):
 # --- failure
 
 
+def fail_at_post(transport: DistributedTransport, how: str, fatal: int) -> None:
+    """Let this rank fail when it posts for the ``fatal``-th time from now; 0: at once."""
+    post, posts = transport.post, 0
+
+    def failing_post(sends, receives):  # type: ignore[no-untyped-def]
+        nonlocal posts
+        posts += 1
+        if posts >= fatal:
+            if how == "dies":
+                os._exit(3)
+            if how == "stops":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            raise ZeroDivisionError("a bug in round 2")
+        return post(sends, receives)
+
+    if fatal == 0:
+        failing_post([], [])
+    transport.post = failing_post  # type: ignore[method-assign]
+
+
 def fail_in_round(how: str, culprit: int, collective: str) -> tuple[str, tuple[int, ...]]:
     """All-reduce again and again; the culprit fails in the middle of the third call."""
     transport = DistributedTransport(timeout_s=TIMEOUT_S)
@@ -301,21 +325,7 @@ def fail_in_round(how: str, culprit: int, collective: str) -> tuple[str, tuple[i
     for call in range(50):
         buffer = torch.ones(200_000)
         if transport.rank == culprit and call == 2:
-            post, rounds = transport.post, 0
-
-            def failing_post(sends, receives):  # type: ignore[no-untyped-def]
-                nonlocal rounds
-                rounds += 1
-                if rounds == 4:
-                    if how == "dies":
-                        os._exit(3)
-                    if how == "stops":
-                        os.kill(os.getpid(), signal.SIGSTOP)
-                    if how == "raises":
-                        raise ZeroDivisionError("a bug in round 2")
-                return post(sends, receives)
-
-            transport.post = failing_post  # type: ignore[method-assign]
+            fail_at_post(transport, how, 0 if collective == "backend" else 4)
         try:
             method.all_reduce(buffer, transport)
         except PeerError as error:
@@ -327,7 +337,7 @@ def fail_in_round(how: str, culprit: int, collective: str) -> tuple[str, tuple[i
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("collective", ["ring", "coded", "direct"])
+@pytest.mark.parametrize("collective", ["ring", "coded", "direct", "backend"])
 @pytest.mark.parametrize("how", ["dies", "stops"])
 def test_a_lost_rank_is_named_on_every_other(new_ranks, how, collective):
     """A rank that dies or stops in round k: the others raise within the time-out and name it."""
@@ -363,7 +373,7 @@ def late_rank(sleep_s: float) -> str:
 
 @pytest.mark.processes
 def test_a_late_rank_is_named_and_learns_of_it(pool):
-    """A rank that comes after the time-out is blamed, and told so itself; the default group lives."""
+    """A rank that comes after the time-out is blamed, and told so; the default group lives."""
     assert pool.run(late_rank, 4.0) == ["(2,)"] * 4
     assert pool.run(late_rank, 0.0) == ["fine"] * 4
 
@@ -446,6 +456,7 @@ def report(kind: str, suspect: int | None = None, call: int = 1, round: int = 1)
     [
         ({0: report("closed", 3), 1: report("closed", 0), 2: report("closed", 1)}, [3], "died"),
         ({0: report("silent", 3), 1: report("silent", 0)}, [2, 3], "did not answer"),
+        ({0: report("closed"), 2: report("closed"), 3: report("closed")}, [1], "died"),
         ({0: report("error"), 1: report("closed", 0)}, [0], "rank 0 failed: why"),
         ({r: report("silent", round=5 - (r == 2)) for r in range(4)}, [2], "held up"),
         ({r: report("silent") for r in range(4)}, [], "network is down"),
@@ -454,6 +465,6 @@ def report(kind: str, suspect: int | None = None, call: int = 1, round: int = 1)
 )
 def test_verdict(reports, ranks, text):
     """The reports decide: stated errors, then closed connections of the silent, then progress."""
-    verdict = _verdict(reports, 4, 5.0)
+    verdict = decide(reports, 4, 5.0)
     assert verdict["ranks"] == ranks
     assert text in verdict["text"]

@@ -144,7 +144,7 @@ def test_stochastic_rounding_leaves_the_global_generator_alone():
 
 @given(st.integers(1, 400), st.sampled_from(WIRES), st.integers(0, 2**31))
 def test_relay_is_decode_add_encode(numel, name, seed):
-    """Relaying equals decoding, adding and encoding; what is kept is what the others will decode."""
+    """Relaying equals decoding, adding and encoding; what is kept is what others decode."""
     generator = torch.Generator().manual_seed(seed)
     wire = make_wire(name, torch.float32)
     first, own = torch.randn(2, numel, generator=generator)

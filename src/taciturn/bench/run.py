@@ -13,6 +13,7 @@ import os
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -220,10 +221,17 @@ def run_rank(folder: Path) -> int:
         }
         _write(folder / f"failure-{rank}.json", json.dumps(failure))
         print(f"taciturn: error: {error}", file=sys.stderr, flush=True)
-        # Not through the interpreter's exit: gloo's threads may still wait for the lost rank.
-        sys.stdout.flush()
-        os._exit(1)
+        _leave()
+    except Exception:
+        traceback.print_exc()
+        _leave()
     return 0
+
+
+def _leave() -> None:
+    """End at once: in an orderly exit gloo's threads might wait for ranks that are lost."""
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _write(path: Path, text: str) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from typing_extensions import override
 
 from taciturn.collectives.base import Collective, Cost
 from taciturn.errors import InputError
@@ -37,6 +38,7 @@ class Backend(Collective):
         if self.wire is not None and self.wire not in _WIRES:
             raise InputError(f"wire={self.wire!r}: the backend can send {', '.join(_WIRES)}")
 
+    @override
     def _sum(self, flat: torch.Tensor, transport: Transport, header: Header) -> None:
         if not isinstance(transport, DistributedTransport):
             raise InputError(
@@ -52,5 +54,6 @@ class Backend(Collective):
         with transport.ledger.codec():
             flat.copy_(narrow)
 
+    @override
     def cost(self, numel: int, dtype: torch.dtype, ranks: int, rank: int = 0) -> Cost | None:
         return Cost(0, 0, 0, 0) if ranks == 1 else None

@@ -10,7 +10,8 @@ Laws, each a test of the same name in ``tests/test_collectives.py`` that runs ov
 - *bit-identical*: where claimed, all ranks end with the same bits.
 - *mean-exact*: where claimed, the mean over ranks of what they end with is the sum, up to rounding.
 - *non-finite*: a NaN or infinity on one rank makes its element non-finite on every rank alike.
-- *disagreement*: different lengths, dtypes or methods are an error on every rank, before data moves.
+- *disagreement*: different lengths, dtypes or methods are an error on every rank, and no data
+  passes between ranks that disagree.
 """
 
 from __future__ import annotations
@@ -157,6 +158,11 @@ class Collective(ABC):
 def real_numel(numel: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
     """Return length and dtype of the real buffer that is exchanged for ``numel`` of ``dtype``."""
     return (2 * numel, _COMPLEX[dtype]) if dtype in _COMPLEX else (numel, dtype)
+
+
+def ceil_div(numel: int, parts: int) -> int:
+    """Return ``numel / parts`` rounded up."""
+    return -(-numel // parts)
 
 
 def bounds(numel: int, parts: int) -> list[tuple[int, int]]:

@@ -14,13 +14,13 @@ __all__ = ["Choice", "choose"]
 
 # Passes that are tried: above 64 another doubling saves less than a percent of the bytes.
 _PASSES = (64, 48, 32, 24, 20, 16, 14, 12, 10, 8, 7, 6, 5, 4, 3, 2)
-_STRETCHES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
-# Clustered and polynomial codes with more passes amplify rounding beyond any use.
+_STRETCHES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
+# Clustered and polynomial codes of more passes amplify rounding beyond any use.
 _MOST_PASSES_NEAR_ONE = 8
 _MOST_PASSES_SEARCHED = 16
-# The optimized code is searched as if the wire rounded so much more or less: the errors that it
-# trades, spread against mean error, move along.
-_EMPHASES = (1.0, 4.0, 0.25)
+# Searched as if the wire rounded so much more or less, the optimized code trades spread for mean
+# error.
+_EMPHASIS = 4.0
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,11 @@ def choose(
 ) -> Choice:
     """Return the code that sends the fewest bytes within the budgets, or None for the plain ring.
 
-    Fewer bytes means more passes, so the largest number of passes comes first for which any of the
-    clustered, polynomial, Fourier or optimized codes meets both budgets. Of several the one that
-    keeps the largest share of its budgets in hand is taken. Messages stay above a least size, since
-    more passes are more rounds, each with its latency.
+    Fewer bytes means more passes, so the largest number of passes is taken for which a code meets
+    the budgets: Fourier, polynomial or clustered, else the optimized one. Of several, the one that
+    uses the smallest share of both budgets; where only one is given, the one with the smallest
+    other error; without any, with the smallest mean error. Messages stay above a least size,
+    since more passes are more rounds, each with its latency.
 
     The errors are those of ``Code.expected``: relative to the rms of the true sum, for gradients
     that are independent between ranks. What real gradients have in common adds no spread.
@@ -94,64 +95,119 @@ def choose(
         ranks,
         wire_rounding,
         max(p for p in _PASSES if p <= most),
-        math.inf if spread_budget is None else spread_budget,
-        math.inf if mean_error_budget is None else mean_error_budget,
+        _Budgets(
+            math.inf if spread_budget is None else spread_budget,
+            math.inf if mean_error_budget is None else mean_error_budget,
+        ),
     )
 
 
-@lru_cache(maxsize=64)
-def _choose(
-    ranks: int, rounding: float, most_passes: int, spread_budget: float, mean_budget: float
-) -> Choice:
+@dataclass(frozen=True)
+class _Budgets:
+    """Largest errors allowed; infinite where any is."""
+
+    spread: float
+    mean: float
+
+    def met_by(self, errors: CodeErrors) -> bool:
+        return errors.spread <= self.spread and errors.mean_error <= self.mean
+
+    def cost(self, errors: CodeErrors) -> float:
+        """By which codes within the budgets are ranked, the smallest first."""
+        if math.isinf(self.mean):
+            return errors.mean_error
+        if math.isinf(self.spread):
+            return errors.spread
+        return max(errors.spread / self.spread, errors.mean_error / self.mean)
+
+    def __str__(self) -> str:
+        limits = (("spread", self.spread), ("mean error", self.mean))
+        return " and ".join(f"{name} {limit:.2g}" for name, limit in limits if limit < math.inf)
+
+
+@lru_cache(maxsize=256)
+def _choose(ranks: int, rounding: float, most_passes: int, budgets: _Budgets) -> Choice:
     """``choose`` for three ranks and more."""
-
-    def used(errors: CodeErrors) -> float:
-        """The larger share of a budget that is used; without budgets, the replica error."""
-        if math.isinf(spread_budget) and math.isinf(mean_budget):
-            return errors.replica_error
-        return max(errors.spread / spread_budget, errors.mean_error / mean_budget)
-
-    unlimited = math.isinf(spread_budget) and math.isinf(mean_budget)
-    for passes in (p for p in _PASSES if p <= most_passes):
-        best: tuple[float, Code, CodeErrors] | None = None
-        for code in _candidates(ranks, passes, rounding):
-            errors = code.expected(rounding)
-            share = used(errors)
-            if (unlimited or share <= 1) and (best is None or share < best[0] * (1 - 1e-6)):
-                best = share, code, errors
-        if best is not None:
-            _, code, errors = best
-            return Choice(code, _reason(code, errors, spread_budget, mean_budget), errors)
-    limits = [
-        f"{name} {budget:.2g}"
-        for name, budget in (("spread", spread_budget), ("mean error", mean_budget))
-        if budget < math.inf
-    ]
+    ladder = [p for p in _PASSES if p <= most_passes]
+    chosen: tuple[Code, CodeErrors] | None = None
+    reached = 0
+    for passes in ladder:
+        chosen = _best(_simple(ranks, passes, rounding), budgets, rounding)
+        if chosen is not None:
+            reached = passes
+            break
+    # The optimized code takes seconds to find: ask only for more passes than that, up to the first
+    # that fail.
+    for passes in reversed([p for p in ladder if reached < p <= _MOST_PASSES_SEARCHED]):
+        better = _searched(ranks, passes, rounding, budgets)
+        if better is None:
+            break
+        chosen = better
+    if chosen is not None:
+        code, errors = chosen
+        return Choice(code, _reason(code, errors, budgets), errors)
     return Choice(
         None,
-        f"plain ring: no code of 2 to {most_passes} passes on {ranks} ranks keeps within "
-        f"{' and '.join(limits)} on this wire",
+        f"plain ring: no code of 2 to {ladder[0]} passes on {ranks} ranks keeps within {budgets} "
+        "on this wire",
     )
 
 
-def _candidates(ranks: int, passes: int, rounding: float) -> Iterator[Code]:
-    """Codes to try at this number of passes, the quickest to evaluate first."""
-    for stretch in _STRETCHES:
-        for code in _try("fourier", ranks, passes, stretch=stretch):
-            if code.condition_number * rounding > 1:
-                break
-            yield code
-        else:
-            continue
-        break
+def _best(
+    codes: Iterator[Code], budgets: _Budgets, rounding: float
+) -> tuple[Code, CodeErrors] | None:
+    """The cheapest that meets the budgets; the first of equals, up to a millionth."""
+    best: tuple[Code, CodeErrors] | None = None
+    for code in codes:
+        errors = code.expected(rounding)
+        if budgets.met_by(errors) and (
+            best is None or budgets.cost(errors) < budgets.cost(best[1]) * (1 - 1e-6)
+        ):
+            best = code, errors
+    return best
+
+
+def _simple(ranks: int, passes: int, rounding: float) -> Iterator[Code]:
+    """The codes that need no search, over a grid of their parameter.
+
+    Each family ends where noise exceeds the sum: smaller parameters only amplify it more.
+    """
+    yield from _while_usable(
+        rounding, (_try("fourier", ranks, passes, stretch=stretch) for stretch in _STRETCHES)
+    )
     if passes <= _MOST_PASSES_NEAR_ONE:
-        yield from _try("polynomial", ranks, passes, orthonormal=True)
-        for eps in EPS_GRID:
-            yield from _try("polynomial", ranks, passes, eps=eps)
-            yield from _try("clustered", ranks, passes, eps=eps)
-    if passes <= _MOST_PASSES_SEARCHED:
-        for emphasis in _EMPHASES:
-            yield from _try("optimized", ranks, passes, rounding=emphasis * rounding)
+        for name in ("polynomial", "clustered"):
+            yield from _while_usable(
+                rounding, (_try(name, ranks, passes, eps=eps) for eps in EPS_GRID[::2])
+            )
+
+
+def _while_usable(rounding: float, codes: Iterator[Code | None]) -> Iterator[Code]:
+    """The codes up to the first whose condition number times the rounding exceeds one."""
+    for code in codes:
+        if code is None or code.condition_number * rounding > 1:
+            return
+        yield code
+
+
+def _searched(
+    ranks: int, passes: int, rounding: float, budgets: _Budgets
+) -> tuple[Code, CodeErrors] | None:
+    """The optimized code, with the error emphasised that is over budget."""
+    code = _try("optimized", ranks, passes, rounding=rounding)
+    if code is None:
+        return None
+    errors = code.expected(rounding)
+    if budgets.met_by(errors):
+        return code, errors
+    if errors.replica_error > math.hypot(budgets.spread, budgets.mean):
+        return None  # it has the smallest replica error there is
+    emphasis = 1 / _EMPHASIS if errors.spread > budgets.spread else _EMPHASIS
+    code = _try("optimized", ranks, passes, rounding=emphasis * rounding)
+    if code is None:
+        return None
+    errors = code.expected(rounding)
+    return (code, errors) if budgets.met_by(errors) else None
 
 
 def _try(
@@ -161,27 +217,18 @@ def _try(
     *,
     eps: float | None = None,
     stretch: float = 1.0,
-    orthonormal: bool | None = None,
     rounding: float | None = None,
-) -> Iterator[Code]:
-    """The code, or nothing where float64 cannot decode it."""
+) -> Code | None:
+    """The code, or None where float64 cannot decode it."""
     try:
-        code = design(
-            name,
-            ranks,
-            passes,
-            eps=eps,
-            stretch=stretch,
-            orthonormal=orthonormal,
-            rounding=rounding,
-        )
+        code = design(name, ranks, passes, eps=eps, stretch=stretch, rounding=rounding)
         code.decoders()
     except CodeError:
-        return
-    yield code
+        return None
+    return code
 
 
-def _reason(code: Code, errors: CodeErrors, spread_budget: float, mean_budget: float) -> str:
+def _reason(code: Code, errors: CodeErrors, budgets: _Budgets) -> str:
     """Why this one, in a sentence."""
 
     def within(value: float, budget: float) -> str:
@@ -189,7 +236,7 @@ def _reason(code: Code, errors: CodeErrors, spread_budget: float, mean_budget: f
 
     ring = 2 * (code.ranks - 1) / code.ranks
     return (
-        f"{code.describe()}: spread {within(errors.spread, spread_budget)}, mean error "
-        f"{within(errors.mean_error, mean_budget)}, sends {code.sent_buffers:.3f} buffers "
+        f"{code.describe()}: spread {within(errors.spread, budgets.spread)}, mean error "
+        f"{within(errors.mean_error, budgets.mean)}, sends {code.sent_buffers:.3f} buffers "
         f"(ring {ring:.3f})"
     )

@@ -6,8 +6,16 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+from typing_extensions import override
 
-from taciturn.collectives.base import Collective, Cost, bounds, header_cost, real_numel
+from taciturn.collectives.base import (
+    Collective,
+    Cost,
+    bounds,
+    ceil_div,
+    header_cost,
+    real_numel,
+)
 from taciturn.collectives.pipeline import segments_for
 from taciturn.collectives.quantized_ring import call_seed, counter_from
 from taciturn.collectives.ring import check_segments, ring_chunks
@@ -54,7 +62,7 @@ class Direct(Collective):
         )
 
     def _segments(self, numel: int, dtype: torch.dtype, ranks: int) -> int:
-        message = self._wire(dtype, None, 0).nbytes(-(-numel // ranks))
+        message = self._wire(dtype, None, 0).nbytes(ceil_div(numel, ranks))
         return segments_for(message, self.segments)
 
     def _sum(self, flat: torch.Tensor, transport: Transport, header: Header) -> None:
@@ -68,6 +76,7 @@ class Direct(Collective):
         segments = self._segments(flat.numel(), flat.dtype, size)
         _DirectExchange(flat, wire, transport, to, from_, segments).run()
 
+    @override
     def cost(self, numel: int, dtype: torch.dtype, ranks: int, rank: int = 0) -> Cost:
         numel, dtype = real_numel(numel, dtype)
         if ranks == 1:
@@ -84,7 +93,8 @@ class Direct(Collective):
             for a, b in bounds(chunk, segments)
         ]
         messages, nbytes = header_cost(ranks - 1)
-        chunk_bytes = segments * wire.nbytes(-(-(-(-numel // ranks)) // segments))
+        piece = ceil_div(ceil_div(numel, ranks), segments)
+        chunk_bytes = segments * wire.nbytes(piece)
         return Cost(
             rounds=2 * (ranks - 1),
             messages=messages + sum(1 for length in lengths if length),
@@ -92,9 +102,11 @@ class Direct(Collective):
             workspace_bytes=(3 * (ranks - 1) + 1) * chunk_bytes,
         )
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         return {"calls": self._calls}
 
+    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._calls = counter_from(state)
 

@@ -65,6 +65,12 @@ def run_rounds(
     """Run ``rounds`` rounds of ``segments`` segments each.
 
     Args:
+        chain: what is sent and what is done with what arrives; changed in place.
+        transport: over which; its ledger counts the rounds.
+        rounds: L.
+        segments: pieces of every message, each with a tag of its own.
+        successor: rank that this one sends to.
+        predecessor: rank that this one receives from.
         frugal: finish the send of a round before the next receive is posted. ``place`` may then
             reuse the memory of messages sent in round - 1: one buffer less, a little slower.
     """
@@ -105,22 +111,22 @@ def run_rounds(
         with ledger.codec():
             message = chain.first(segment)
         exchange(1, segment, message)
-    for round in range(1, rounds + 1):
-        transport.round = round
+    for now in range(1, rounds + 1):
+        transport.round = now
         ledger.rounds += 1
         for segment in range(segments):
             request, received = receiving[segment], places[segment]
             if request is not None:
                 request.wait()
-            finish(round if frugal else round - 1, segment)
-            if round < rounds:
-                prepare(round + 1, segment)
+            finish(now if frugal else now - 1, segment)
+            if now < rounds:
+                prepare(now + 1, segment)
             with ledger.codec():
-                message = chain.handle(round, segment, received)
-            if round < rounds:
-                exchange(round + 1, segment, message)
+                message = chain.handle(now, segment, received)
+            if now < rounds:
+                exchange(now + 1, segment, message)
             with ledger.codec():
-                chain.settle(round, segment, received)
+                chain.settle(now, segment, received)
     for segment in range(segments):
         finish(rounds - 1, segment)
         finish(rounds, segment)

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+from typing_extensions import override
 
-from taciturn.collectives.base import Collective, Cost, header_cost, real_numel
-from taciturn.collectives.pipeline import run_rounds
+from taciturn.collectives.base import Collective, Cost, ceil_div, header_cost, real_numel
+from taciturn.collectives.pipeline import Chain, run_rounds
 from taciturn.collectives.ring import (
     check_segments,
     ring_chunks,
@@ -72,6 +73,7 @@ class QuantizedRing(Collective):
         wire = self._wire(dtype, None, 0)
         return ring_segments(numel, wire.nbytes(1024) / 1024, ranks, self.segments)
 
+    @override
     def cost(self, numel: int, dtype: torch.dtype, ranks: int, rank: int = 0) -> Cost:
         numel, dtype = real_numel(numel, dtype)
         if ranks == 1:
@@ -80,7 +82,7 @@ class QuantizedRing(Collective):
         segments = self._segments(numel, dtype, ranks)
         lengths = ring_message_lengths(numel, ranks, rank, segments)
         messages, nbytes = header_cost()
-        longest = -(-(-(-numel // ranks)) // segments)
+        longest = ceil_div(ceil_div(numel, ranks), segments)
         return Cost(
             rounds=2 * (ranks - 1),
             messages=messages + sum(1 for length in lengths if length),
@@ -88,19 +90,19 @@ class QuantizedRing(Collective):
             workspace_bytes=5 * segments * wire.nbytes(longest),
         )
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         return {"calls": self._calls}
 
+    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._calls = counter_from(state)
 
 
-class _QuantizedChain:
+class _QuantizedChain(Chain):
     """Messages in buffers of their own; the chunks of ``flat`` are read once and written once."""
 
-    def __init__(
-        self, flat: torch.Tensor, wire: Wire, rank: int, size: int, segments: int
-    ) -> None:
+    def __init__(self, flat: torch.Tensor, wire: Wire, rank: int, size: int, segments: int) -> None:
         self.rank, self.size, self.wire = rank, size, wire
         self.chunks = ring_chunks(flat, size, segments)
         longest = wire.nbytes(max(piece.numel() for piece in self.chunks[-1]))
@@ -144,7 +146,7 @@ class _QuantizedChain:
 
 def call_seed(seed: int, rank: int, call: int) -> int:
     """Return a seed that differs for every rank and call (splitmix64's multipliers)."""
-    mixed = (seed * 0x9E3779B97F4A7C15 + rank * 0xBF58476D1CE4E5B9 + call * 0x94D049BB133111EB)
+    mixed = seed * 0x9E3779B97F4A7C15 + rank * 0xBF58476D1CE4E5B9 + call * 0x94D049BB133111EB
     return mixed % (1 << 63)
 
 

@@ -11,9 +11,17 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from typing_extensions import override
 
-from taciturn.collectives.base import Collective, Cost, bounds, header_cost, real_numel
-from taciturn.collectives.pipeline import run_rounds, segments_for
+from taciturn.collectives.base import (
+    Collective,
+    Cost,
+    bounds,
+    ceil_div,
+    header_cost,
+    real_numel,
+)
+from taciturn.collectives.pipeline import Chain, run_rounds, segments_for
 from taciturn.errors import InputError
 from taciturn.transport import Header, Transport
 
@@ -46,6 +54,7 @@ class Ring(Collective):
         chain = _RingChain(flat, transport.rank, size, segments)
         run_rounds(chain, transport, 2 * (size - 1), segments, *neighbours)
 
+    @override
     def cost(self, numel: int, dtype: torch.dtype, ranks: int, rank: int = 0) -> Cost:
         numel, dtype = real_numel(numel, dtype)
         if ranks == 1:
@@ -57,11 +66,11 @@ class Ring(Collective):
             rounds=2 * (ranks - 1),
             messages=messages + sum(1 for length in lengths if length),
             sent_bytes=nbytes + dtype.itemsize * sum(lengths),
-            workspace_bytes=2 * -(-numel // ranks) * dtype.itemsize,
+            workspace_bytes=2 * ceil_div(numel, ranks) * dtype.itemsize,
         )
 
 
-class _RingChain:
+class _RingChain(Chain):
     """Chunks in place: a rank adds into its own chunk and sends from there."""
 
     def __init__(self, flat: torch.Tensor, rank: int, size: int, segments: int) -> None:
@@ -102,6 +111,7 @@ def reduce_scatter(flat: torch.Tensor, transport: Transport) -> torch.Tensor:
 
     Args:
         flat: 1-D and contiguous, changed in place; chunks are :func:`bounds` of it.
+        transport: the ranks that take part.
     """
     return _half(flat, transport, reduce=True)
 
@@ -132,7 +142,7 @@ def _half(flat: torch.Tensor, transport: Transport, reduce: bool) -> torch.Tenso
     return flat[start:stop]
 
 
-class _Shifted:
+class _Shifted(Chain):
     """A ring chain that begins after some of its rounds."""
 
     def __init__(self, chain: _RingChain, rounds: int) -> None:
@@ -164,7 +174,7 @@ def ring_neighbours(transport: Transport) -> tuple[int, int]:
 
 def ring_segments(numel: int, element_bytes: float, ranks: int, segments: int | None) -> int:
     """Return the number of segments of a ring over ``numel`` elements."""
-    return segments_for(int(-(-numel // ranks) * element_bytes), segments)
+    return segments_for(int(ceil_div(numel, ranks) * element_bytes), segments)
 
 
 def ring_chunks(flat: torch.Tensor, ranks: int, segments: int) -> list[list[torch.Tensor]]:
@@ -179,7 +189,7 @@ def ring_message_lengths(numel: int, ranks: int, rank: int, segments: int) -> li
     """Return the elements of every message that ``rank`` sends in the 2(N-1) rounds."""
     chunks = bounds(numel, ranks)
     lengths = []
-    for round in range(2 * (ranks - 1)):
-        start, stop = chunks[(rank - round - 1) % ranks]
+    for step in range(2 * (ranks - 1)):
+        start, stop = chunks[(rank - step - 1) % ranks]
         lengths += [b - a for a, b in bounds(stop - start, segments)]
     return lengths

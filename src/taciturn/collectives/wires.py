@@ -28,6 +28,7 @@ from collections.abc import Iterator
 from typing import Literal, get_args
 
 import torch
+from typing_extensions import override
 
 from taciturn.errors import InputError
 
@@ -112,7 +113,8 @@ class Wire(ABC):
         The sum is formed in ``compute`` and is rounded once, by the encoding.
 
         Args:
-            message, onward: messages of uint8.
+            message: what was received, uint8.
+            onward: what is to be sent, uint8, changed in place.
             own: this rank's elements, shape (n,), any floating dtype.
             keep: None, or where the decoded copy of ``onward`` goes; may be ``own`` itself.
         """
@@ -167,9 +169,11 @@ class Plain(Wire):
             )
         self.stochastic = rounding == "stochastic"
 
+    @override
     def nbytes(self, numel: int) -> int:
         return numel * self.dtype.itemsize
 
+    @override
     def _encode(self, values: torch.Tensor, message: torch.Tensor, numel: int, start: int) -> None:
         place = message.view(self.dtype)[start : start + values.numel()]
         if not self.stochastic:
@@ -181,6 +185,7 @@ class Plain(Wire):
         rounded = noise.add_(bits).bitwise_and_(-(1 << 16)).view(torch.float32)
         place.copy_(torch.where(values.isfinite(), rounded, values))
 
+    @override
     def _decode(self, message: torch.Tensor, numel: int, start: int, out: torch.Tensor) -> None:
         out.copy_(message.view(self.dtype)[start : start + out.numel()])
 
@@ -216,6 +221,7 @@ class BlockScaled(Wire):
     def _blocks(self, numel: int) -> int:
         return -(-numel // self.block)
 
+    @override
     def nbytes(self, numel: int) -> int:
         return self._blocks(numel) * (2 + self.block * self.bits // 8)
 

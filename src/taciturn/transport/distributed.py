@@ -1,0 +1,287 @@
+"""Messages over a process group of ``torch.distributed``."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, ClassVar, Literal, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import (
+    PrefixStore,
+    ProcessGroupGloo,
+    Store,
+    _get_default_store,
+)
+from typing_extensions import override
+
+from taciturn.errors import InputError, MismatchError, PeerError, TaciturnError
+from taciturn.transport.base import HEADER_TAG, Request, Transport
+from taciturn.transport.reports import (
+    REPORT_MAX_S,
+    REPORT_SHARE,
+    WAIT_SHARE,
+    Report,
+    Verdict,
+    decide,
+)
+
+__all__ = ["DistributedTransport"]
+
+_BREAK_TAG = HEADER_TAG + 1
+
+
+class _DistributedRequest:
+    """One ``Work`` of torch.distributed, waited for exactly once."""
+
+    def __init__(
+        self, transport: DistributedTransport, work: Any, peer: int, received_bytes: int
+    ) -> None:
+        self._transport = transport
+        self._work = work
+        self._peer = peer
+        self._received_bytes = received_bytes
+
+    def wait(self) -> None:
+        work, self._work = self._work, None
+        assert work is not None, "a request is waited for exactly once"
+        transport = self._transport
+        try:
+            with transport.ledger.waiting():
+                work.wait(transport.wait_timeout)
+        except RuntimeError as error:  # gloo and NCCL raise nothing more precise
+            transport.lost(self._peer, error)
+        transport.ledger.received(self._received_bytes)
+
+
+class DistributedTransport(Transport):
+    """Point-to-point messages of ``torch.distributed`` (gloo, NCCL, whatever registers).
+
+    Uses a process group of its own with the members of ``group``, so that its messages never mix
+    with the caller's and the caller's group survives a failure. Creating it is a collective call
+    of all members of ``group``.
+
+    Args:
+        group: the ranks that take part; the default group if None. Ranks are counted within it.
+        timeout_s: every failure is an error on every rank within this many seconds.
+
+    Raises:
+        InputError: torch.distributed is not initialised, this rank is not in ``group``, or the
+            time-out is not positive.
+    """
+
+    _made: ClassVar[Counter[tuple[int, ...]]] = Counter()
+
+    def __init__(self, group: dist.ProcessGroup | None = None, timeout_s: float = 60.0) -> None:
+        super().__init__()
+        if not dist.is_initialized():
+            raise InputError(
+                "torch.distributed is not initialised: call init_process_group first, "
+                "or start the program with torchrun"
+            )
+        if not timeout_s > 0:
+            raise InputError(f"timeout_s={timeout_s!r} must be positive")
+        members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+        if dist.get_rank() not in members:
+            raise InputError(
+                f"rank {dist.get_rank()} is not a member of this group of ranks {members}"
+            )
+        backend = dist.get_backend(group)
+        self.timeout_s = timeout_s
+        self.wait_timeout = timedelta(seconds=timeout_s * WAIT_SHARE)
+        self.members = members
+        self.rank = members.index(dist.get_rank())
+        self.size = len(members)
+        self.batched = backend == "nccl"
+        self._closes_on_timeout = backend == "gloo"
+        # Members number their transports themselves, so that other ranks need not know of them.
+        key = tuple(members)
+        number = DistributedTransport._made[key]
+        DistributedTransport._made[key] += 1
+        prefix = f"taciturn/{'-'.join(map(str, members))}/{number}"
+        self._store = PrefixStore(f"{prefix}/reports", _launcher_store())
+        timeout = timedelta(seconds=timeout_s)
+        if backend == "gloo":
+            # Made directly: new_group names groups by what each rank has made and destroyed
+            # before, so ranks with different pasts wait for each other for ever.
+            store = PrefixStore(f"{prefix}/gloo", _launcher_store())
+            self.group: Any = ProcessGroupGloo(store, self.rank, self.size, timeout)
+        else:
+            self.group = dist.new_group(
+                members, timeout=timeout, backend=backend, use_local_synchronization=True
+            )
+        if self.batched:
+            self.header_device = torch.device("cuda", torch.cuda.current_device())
+        self._failure: TaciturnError | None = None
+        # Gloo's own connecting is no barrier: a rank that went on and closed would break those
+        # that still connect.
+        self._meet("opening")
+
+    @override
+    def post(
+        self,
+        sends: Sequence[tuple[torch.Tensor, int, int]],
+        receives: Sequence[tuple[torch.Tensor, int, int]],
+    ) -> tuple[list[Request], list[Request]]:
+        if self._failure is not None:
+            raise self._failure
+        works: list[Any] = []
+        try:
+            if self.batched:
+                operations = [
+                    dist.P2POp(dist.irecv, t, self.members[peer], self.group)
+                    for t, peer, _ in receives
+                ] + [
+                    dist.P2POp(dist.isend, t, self.members[peer], self.group)
+                    for t, peer, _ in sends
+                ]
+                works = dist.batch_isend_irecv(operations) if operations else []
+                # NCCL coalesces a batch into one work, and its wait may be repeated.
+                if works and len(works) < len(operations):
+                    works = [works[0]] * len(operations)
+            else:
+                # Through the group's own method: dist.isend checks and translates per call, which
+                # costs as much as a short message.
+                works = [self.group.recv([t], peer, tag) for t, peer, tag in receives]
+                for t, peer, tag in sends:
+                    works.append(self.group.send([t], peer, tag))
+        except RuntimeError as error:
+            done = len(works)
+            peers = [peer for _, peer, _ in [*receives, *sends]]
+            self.lost(peers[min(done, len(peers) - 1)], error)
+        for t, _, _ in sends:
+            self.ledger.sent(t.nbytes)
+        split = len(receives)
+        received: list[Request] = [
+            _DistributedRequest(self, work, peer, t.nbytes)
+            for work, (t, peer, _) in zip(works[:split], receives, strict=True)
+        ]
+        sent: list[Request] = [
+            _DistributedRequest(self, work, peer, 0)
+            for work, (_, peer, _) in zip(works[split:], sends, strict=True)
+        ]
+        return sent, received
+
+    def backend_all_reduce(self, flat: torch.Tensor) -> None:
+        """Sum ``flat`` over the ranks in place with the backend's own algorithm, uncounted.
+
+        Raises:
+            PeerError: a rank died, went silent or failed.
+        """
+        if self._failure is not None:
+            raise self._failure
+        try:
+            with self.ledger.waiting():
+                self.group.allreduce([flat]).wait()
+        except RuntimeError as error:
+            self.lost(None, error)  # gloo does not say on whom it waited
+
+    def close(self) -> None:
+        """End this transport and its connections. Call it on every rank, after its last use.
+
+        Returns when every rank has called it, or after the time-out: what a rank has sent is lost
+        if it closes its connections before the others have read it.
+        """
+        if self._failure is None:
+            with suppress(PeerError):
+                self._meet("closing")
+            self._failure = PeerError("this transport is closed; make a new one")
+        self.group = None
+
+    def _meet(self, where: str) -> None:
+        """Wait at the store until every rank is here."""
+        try:
+            if self._store.add(f"{where}/count", 1) == self.size:
+                self._store.set(f"{where}/all", "")
+            self._store.wait([f"{where}/all"], timedelta(seconds=self.timeout_s))
+        except RuntimeError as error:
+            raise PeerError(
+                f"not all {self.size} ranks were {where} this transport within "
+                f"{self.timeout_s:g} s: {error}"
+            ) from error
+
+    # -- failure
+
+    @override
+    def fail(self, error: Exception) -> NoReturn:
+        if self._failure is not None:
+            raise error
+        mismatch = isinstance(error, MismatchError)
+        self._report("mismatch" if mismatch else "error", str(error), suspect=None)
+        if isinstance(error, MismatchError):
+            raise self._settle() from None
+        self._failure = PeerError(f"this transport failed: {error}. Make a new one")
+        raise error
+
+    def lost(self, peer: int | None, cause: Exception) -> NoReturn:
+        """Raise the error for a ``peer`` that did not answer, agreed with the other ranks.
+
+        None if it is not known which one.
+        """
+        if self._failure is not None:
+            raise self._failure
+        silent = "Timed out" in str(cause) or "timeout" in str(cause).lower()
+        self._report("silent" if silent else "closed", str(cause), suspect=peer)
+        raise self._settle() from cause
+
+    def _report(
+        self,
+        kind: Literal["silent", "closed", "error", "mismatch"],
+        text: str,
+        suspect: int | None,
+    ) -> None:
+        """Post this rank's report, then close its connections, which wakes its neighbours."""
+        report = Report(kind=kind, text=text, suspect=suspect, call=self.calls, round=self.round)
+        with suppress(RuntimeError):  # the store may have died with its holder; _settle says so
+            self._store.set(f"report/{self.rank}", json.dumps(report))
+        if self._closes_on_timeout and self.size > 1:
+            # Gloo closes every connection of a group in which a wait timed out. That is the one way
+            # to wake ranks that wait for this one.
+            peer = (self.rank + 1) % self.size
+            with suppress(RuntimeError):
+                work = self.group.recv([torch.empty(1)], peer, _BREAK_TAG)
+                work.wait(timedelta(milliseconds=1))
+
+    def _settle(self) -> TaciturnError:
+        """Read the reports until they tell who is to blame; the first verdict is everyone's."""
+        deadline = time.monotonic() + min(self.timeout_s * REPORT_SHARE, REPORT_MAX_S)
+        try:
+            reports: dict[int, Report] = {}
+            while True:
+                for rank in range(self.size):
+                    key = f"report/{rank}"
+                    if rank not in reports and self._store.check([key]):
+                        reports[rank] = json.loads(self._store.get(key))
+                if self._store.check(["verdict"]):
+                    break
+                stated = any(r["kind"] in ("error", "mismatch") for r in reports.values())
+                if stated or len(reports) == self.size or time.monotonic() > deadline:
+                    mine = json.dumps(decide(reports, self.size, self.timeout_s))
+                    self._store.compare_set("verdict", "", mine)
+                    break
+                time.sleep(0.01)
+            verdict: Verdict = json.loads(self._store.get("verdict"))
+        except RuntimeError:
+            verdict = {
+                "kind": "peer",
+                "ranks": [],
+                "text": "a rank was lost, and with it the store that the ranks report to; "
+                "the process that held it (usually rank 0) has probably died",
+            }
+        if verdict["kind"] == "mismatch":
+            self._failure = MismatchError(verdict["text"])
+        else:
+            text = f"{verdict['text']} (seen by rank {self.rank} in round {self.round})"
+            self._failure = PeerError(text, verdict["ranks"], self.round)
+        return self._failure
+
+
+def _launcher_store() -> Store:
+    """Return the store that the ranks met at; under torchrun the launcher holds it."""
+    store: Store = _get_default_store()
+    return store
