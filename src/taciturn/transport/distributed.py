@@ -110,7 +110,7 @@ class DistributedTransport(Transport):
             # Made directly: new_group names groups by what each rank has made and destroyed
             # before, so ranks with different pasts wait for each other for ever.
             store = PrefixStore(f"{prefix}/gloo", _launcher_store())
-            self.group: Any = ProcessGroupGloo(store, self.rank, self.size, timeout)
+            self.group: Any = ProcessGroupGloo(store, self.rank, self.size, self.wait_timeout)
         else:
             self.group = dist.new_group(
                 members, timeout=timeout, backend=backend, use_local_synchronization=True
@@ -227,7 +227,7 @@ class DistributedTransport(Transport):
             raise self._failure
         silent = "Timed out" in str(cause) or "timeout" in str(cause).lower()
         self._report("silent" if silent else "closed", str(cause), suspect=peer)
-        raise self._settle() from cause
+        raise self._settle(patient=peer is None) from cause
 
     def _report(
         self,
@@ -247,9 +247,14 @@ class DistributedTransport(Transport):
                 work = self.group.recv([torch.empty(1)], peer, _BREAK_TAG)
                 work.wait(timedelta(milliseconds=1))
 
-    def _settle(self) -> TaciturnError:
-        """Read the reports until they tell who is to blame; the first verdict is everyone's."""
-        deadline = time.monotonic() + min(self.timeout_s * REPORT_SHARE, REPORT_MAX_S)
+    def _settle(self, patient: bool = False) -> TaciturnError:
+        """Read the reports until they tell who is to blame; the first verdict is everyone's.
+
+        Args:
+            patient: ranks may still be waiting in the backend, which nothing can wake.
+        """
+        grace_s = min(self.timeout_s * REPORT_SHARE, REPORT_MAX_S)
+        deadline = time.monotonic() + (self.timeout_s * WAIT_SHARE * patient) + grace_s
         try:
             reports: dict[int, Report] = {}
             while True:
