@@ -7,12 +7,14 @@
 #   make format  rewrite the sources as `make lint` wants them
 #   make clean   remove what these made
 #
-# Variables: PYTHON=... (an interpreter >= 3.11), TESTS="..." (arguments for pytest).
+# Variables: PYTHON=... (an interpreter >= 3.11), TESTS="..." (arguments for pytest), REPEATS=9
+# (timed calls of each method in the demo; the default keeps it under five minutes on two cores).
 
 VENV := .venv
 STAMP := $(VENV)/.stamp
 BIN := $(VENV)/bin
 TESTS :=
+REPEATS := 3
 
 # An interpreter counts if it is new enough (and not newer than the pinned packages) and can make
 # an environment.
@@ -47,7 +49,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)
 	@mkdir -p demo
-	$(BIN)/taciturn bench --ranks 8 --rate 200mbit --size 1MiB,32MiB --repeats 5 --warmup 1 \
+	$(BIN)/taciturn bench --ranks 8 --rate 200mbit --size 1MiB,32MiB --repeats $(REPEATS) --warmup 1 \
 	  --methods "$(DEMO_METHODS)" --json demo/bench.json --html demo/bench.html
 
 test: lint types imports tests

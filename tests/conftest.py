@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from hypothesis import settings
+
 from ranks import Ranks
 
 torch.set_num_threads(1)

@@ -107,7 +107,7 @@ def rounding_bound(name: str, ranks: int) -> float:
     """
     wire = IMPLEMENTATIONS[name].make().wire
     unit = {"bf16": 2.0**-7, "fp16": 2.0**-10, "int8": 1 / 127, "int4": 1 / 7}[wire]
-    unit *= (1 + 2**-7) * (1.0 if "stochastic" in name else 0.5)
+    unit *= (1 + 2**-8) / (1 - 2**-8) * (1.0 if "stochastic" in name else 0.5)
     hops = (ranks - 1) + ranks if name.startswith("direct") else sum(range(1, ranks + 1))
     return hops * unit
 

@@ -174,7 +174,7 @@ def test_ledger_counts_subtract():
     ledger.sent(10)
     before = ledger.snapshot()
     ledger.sent(5)
-    ledger.received(7)
+    ledger.received_bytes += 7
     ledger.rounds += 1
     with ledger.codec(), ledger.waiting():
         pass

@@ -17,7 +17,8 @@ CPU = torch.device("cpu")
 
 def coded(wire: Wire, values: torch.Tensor) -> torch.Tensor:
     """Return what ``values`` become on the other side."""
-    message = torch.empty(wire.nbytes(values.numel()), dtype=torch.uint8)
+    message = wire.message(values.numel())
+    assert message.data.nbytes == wire.nbytes(values.numel())
     wire.encode(values, message)
     out = torch.full_like(values, math.nan)
     wire.decode(message, out)
@@ -30,7 +31,7 @@ def step(wire: Wire, values: torch.Tensor) -> torch.Tensor:
         # The scale is rounded up to bf16, 2^-7 apart at most; nearest rounding errs by half a step.
         block = torch.nn.functional.pad(values, (0, -values.numel() % wire.block))
         largest = block.view(-1, wire.block).abs().amax(1, keepdim=True)
-        scale = (largest / wire.largest * (1 + 2**-7)).clamp(min=2.0**-126)
+        scale = (largest / wire.largest * (1 + 2**-8) / (1 - 2**-8)).clamp(min=2.0**-126)
         half = (scale / 2 * (1 + 1e-5)).expand(-1, wire.block).reshape(-1)
         return half[: values.numel()] * (2 if wire.stochastic else 1)
     bits = {"fp64": 53, "fp32": 24, "fp16": 11, "bf16": 8}[wire.name]
@@ -148,14 +149,13 @@ def test_relay_is_decode_add_encode(numel, name, seed):
     generator = torch.Generator().manual_seed(seed)
     wire = make_wire(name, torch.float32)
     first, own = torch.randn(2, numel, generator=generator)
-    message = torch.empty(wire.nbytes(numel), dtype=torch.uint8)
-    onward, direct = torch.empty_like(message), torch.empty_like(message)
+    message, onward, direct = (wire.message(numel) for _ in range(3))
     wire.encode(first, message)
     arrived, kept, decoded = torch.empty(numel), torch.empty(numel), torch.empty(numel)
     wire.decode(message, arrived)
     wire.relay(message, own, onward, keep=kept)
     wire.encode(arrived + own, direct)
-    assert torch.equal(onward, direct)
+    assert torch.equal(onward.data, direct.data)
     wire.decode(onward, decoded)
     assert torch.equal(kept, decoded)
     total = own.clone()
@@ -170,6 +170,8 @@ def test_relay_is_decode_add_encode(numel, name, seed):
         ({"name": "int8", "block": 0}, "block=0"),
         ({"name": "int8", "block": 3}, "power of two"),
         ({"name": "int8", "rounding": "up"}, "rounding='up'"),
+        ({"name": None, "rounding": "up"}, "rounding='up'"),
+        ({"name": None, "rounding": "stochastic"}, "round stochastically"),
         ({"name": "fp16", "rounding": "stochastic"}, "round stochastically"),
     ],
 )

@@ -1,3 +1,50 @@
-"""Training that talks less, and proof that it helped."""
+"""Training that talks less, and proof that it helped.
+
+The names below are loaded when they are first used: importing the package changes nothing and
+does not import torch.
+"""
 
 from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from taciturn.collectives import Backend, CodedRing, Collective, Direct, QuantizedRing, Ring
+    from taciturn.methods import build
+    from taciturn.testbed import Testbed
+    from taciturn.transport import DistributedTransport, Transport, run_threads
+
+__all__ = [
+    "Backend",
+    "CodedRing",
+    "Collective",
+    "Direct",
+    "DistributedTransport",
+    "QuantizedRing",
+    "Ring",
+    "Testbed",
+    "Transport",
+    "build",
+    "run_threads",
+]
+
+_HOMES = {
+    "Backend": "collectives",
+    "CodedRing": "collectives",
+    "Collective": "collectives",
+    "Direct": "collectives",
+    "DistributedTransport": "transport",
+    "QuantizedRing": "collectives",
+    "Ring": "collectives",
+    "Testbed": "testbed",
+    "Transport": "transport",
+    "build": "methods",
+    "run_threads": "transport",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -54,10 +54,6 @@ class Ledger:
         self.messages += 1
         self.sent_bytes += nbytes
 
-    def received(self, nbytes: int) -> None:
-        """Count one message of ``nbytes`` bytes that has arrived."""
-        self.received_bytes += nbytes
-
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Count the seconds of the block as waiting."""

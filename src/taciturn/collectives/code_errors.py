@@ -29,7 +29,7 @@ __all__ = [
     "expected_in_chains",
     "expected_shared",
     "gain_of_errors",
-    "message_energy",
+    "rounded_energy",
     "rounding_of",
 ]
 
@@ -137,7 +137,7 @@ def expected_in_chains(
     residues = np.arange(ranks)
     drift = np.stack([off[residues, (residues - d) % ranks].sum(axis=0) for d in range(ranks)])
 
-    energy = rounding**2 * message_energy(table, ranks)
+    energy = rounding**2 * rounded_energy(table, ranks)
     gains = [
         gain_of_errors(decoder, rounds, len(table), kept)
         for decoder, rounds in zip(decoders, receive_rounds, strict=True)
@@ -158,39 +158,59 @@ def expected_shared(
     decoder: Array,
     contributions: Array,
     receive_rounds: tuple[int, ...],
-    ranks: int,
+    hops: Sequence[int],
+    turned: Array,
     rounding: float,
     kept: bool,
 ) -> CodeErrors:
-    """Return the errors of a code in the shared layout; arguments as in ``expected_in_chains``.
+    """Return the errors of a code in the shared layout, as ``expected_in_chains`` does.
 
     A rank decodes messages of all N chains at once. Messages of one chain share its errors, those
-    of different chains do not; in the mean over ranks all c messages of a chain meet.
+    of different chains do not; in the mean over ranks all c messages of a chain meet, each
+    turned back as its rank does.
+
+    Args:
+        table: V, shape (L + 1, c).
+        decoder: D, shape (c, c).
+        contributions: V_h, shape (H, c, c).
+        receive_rounds: in the order of D's columns.
+        hops: h of ``contributions``' first axis.
+        turned: by rank, the matrix with which it turns its components, shape (N, c, c).
+        rounding: rms relative error of one rounding.
+        kept: whether the decoded message has itself been rounded at its own round.
     """
-    order = len(decoder)
+    ranks, order, _ = turned.shape
     off = decoder @ contributions - np.eye(order)
-    energy = rounding**2 * message_energy(table, ranks)
+    back = turned.transpose(0, 2, 1)
+    drift = (back[list(hops)] @ off @ turned[list(hops)]).sum(axis=0)
+    energy = rounding**2 * rounded_energy(table, ranks)
     noise = 0.0
     for chain in range(ranks):
-        columns = [a for a, t in enumerate(receive_rounds) if t % ranks == chain]
-        rounds = tuple(receive_rounds[a] for a in columns)
-        gain = gain_of_errors(decoder[:, columns], rounds, len(table), kept)
+        mine = [a for a, t in enumerate(receive_rounds) if t % ranks == chain]
+        rounds = tuple(receive_rounds[a] for a in mine)
+        gain = gain_of_errors(decoder[:, mine], rounds, len(table), kept)
         noise += float((energy * gain**2).sum())
-    whole = gain_of_errors(decoder, receive_rounds, len(table), kept)
+    columns = np.stack([back[t % ranks] @ decoder[:, a] for a, t in enumerate(receive_rounds)], 1)
+    whole = gain_of_errors(columns, receive_rounds, len(table), kept)
     return _errors(
         ranks,
         bias=float((off**2).sum()) / order,
-        mean_bias=float((off.sum(axis=0) ** 2).sum()) / (ranks * order),
+        mean_bias=float((drift**2).sum()) / (ranks * order),
         noise=noise / order,
         mean_noise=float((energy * whole**2).sum()) / (ranks * order),
     )
 
 
-def message_energy(table: Array, ranks: int) -> Array:
-    """E[M_t^2] of the message forwarded at round t = 0..L: |V|^2 summed over the last N rows."""
+def rounded_energy(table: Array, ranks: int) -> Array:
+    """E[M_t^2] of the message that is rounded at round t = 0..L: |V|^2 over the last N rows.
+
+    Zero where the row is that of one pass before: the message goes on as it came, and rounding it
+    again changes nothing (in a plain ring, from round N on).
+    """
     total = np.concatenate([[0.0], np.cumsum((table**2).sum(axis=1))])
     end = np.arange(1, len(table) + 1)
     energy: Array = total[end] - total[np.maximum(end - ranks, 0)]
+    energy[ranks:][np.all(table[ranks:] == table[:-ranks], axis=1)] = 0.0
     return energy
 
 

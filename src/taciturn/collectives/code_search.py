@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from scipy.linalg import expm
 
 from taciturn.collectives import code_decoding
-from taciturn.collectives.code_errors import gain_of_errors, message_energy
+from taciturn.collectives.code_errors import gain_of_errors, rounded_energy
 from taciturn.collectives.code_tables import Shape, generator
 from taciturn.errors import CodeError
 
@@ -105,7 +105,7 @@ def _replica_error(
         table = _table(generator(ranks, passes, shape), passes * ranks + ranks - 1)
     if not np.abs(table).max() < 1e12:
         return math.inf
-    energy = rounding**2 * message_energy(table, ranks)
+    energy = rounding**2 * rounded_energy(table, ranks)
     hops = np.arange(1, ranks)
     bias, noise = 0.0, 0.0
     residues = sorted({round(w) for w in np.linspace(0, ranks - 1, _SAMPLED_RESIDUES)})

@@ -6,6 +6,7 @@ into p rows: its part of the p components. So a message mixes neighbours and not
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,12 +20,16 @@ from taciturn.collectives.wires import Wire
 
 __all__ = ["TILE_ELEMS", "CodedChain", "InPlaceChain", "Layout", "is_native"]
 
-TILE_ELEMS = 1 << 17
+TILE_ELEMS = 1 << 16
 """Elements of a tile, part of the layout that ranks must share: 512 KiB of fp32. Matrix products of
 such tiles run at twice the time of a memcpy; smaller ones pay for the calls (measured)."""
 
 _HARMLESS_CONDITION = 10.0
 """Decoders with a condition number up to this lose less in fp32 than one rounding on the wire."""
+
+_ROWS_AT_ONCE = 4
+"""Rounds whose contributions are encoded together. All at once would read the components only once,
+but then the first N rounds wait for the processor and later ones leave it idle."""
 
 
 def is_native(wire: Wire) -> bool:
@@ -63,12 +68,12 @@ class Layout:
         shape = (-1, stretch)
         return [*flat[: self.whole * stretch].view(shape), *rest.view(shape)], rest
 
-    def tiles(self, stretch: torch.Tensor, piece: tuple[int, int]) -> list[Tile]:
+    def tiles(self, stretch: torch.Tensor, piece: tuple[int, int]) -> list[_Tile]:
         """Return the tiles of one piece of a family's stretch of memory."""
         start, stop = piece
         step = self.tile_length
         return [
-            Tile(
+            _Tile(
                 slice(a - start, min(a + step, stop) - start),
                 stretch[a * self.width : min(a + step, stop) * self.width].view(self.width, -1),
             )
@@ -82,7 +87,7 @@ class Layout:
             flat[self.numel - end :] = rest[:end]
 
 
-class Tile(NamedTuple):
+class _Tile(NamedTuple):
     """Some elements of all q components of a family."""
 
     where: slice
@@ -91,7 +96,7 @@ class Tile(NamedTuple):
     """The elements, shape (q, w), a view of the buffer."""
 
 
-class Encoder:
+class _Encoder:
     """What rank ``position`` of the ring multiplies with, as tensors.
 
     On a wire as precise as the buffer the local arithmetic would add more error than the wire: each
@@ -147,39 +152,78 @@ class Encoder:
         return len(self.rounds[family]) - len(self.complete[family])
 
 
-class Messages:
-    """The buffers in which messages travel, by segment."""
+class _Product:
+    """Products of small matrices with tiles, in the matrix's dtype, in memory that is reused.
+
+    Allocated anew, a tile's worth of memory costs more in page faults than the product does.
+    """
+
+    def __init__(self, like: torch.Tensor) -> None:
+        self.like = like
+        self.memory: list[torch.Tensor] = []
+
+    def room(self, which: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return scratch number ``which`` with this shape."""
+        numel = math.prod(shape)
+        while len(self.memory) <= which:
+            self.memory.append(self.like.new_empty(0))
+        if self.memory[which].numel() < numel or self.memory[which].dtype != dtype:
+            self.memory[which] = self.like.new_empty(numel, dtype=dtype)
+        return self.memory[which][:numel].view(shape)
+
+    def widened(self, which: int, block: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return ``block`` in ``dtype``: itself, or a copy in scratch."""
+        if block.dtype == dtype:
+            return block
+        return self.room(which, tuple(block.shape), dtype).copy_(block)
+
+    def __call__(
+        self, matrix: torch.Tensor, block: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return ``matrix @ block``: in ``out``, or in scratch and valid until the next product."""
+        if out is not None and out.dtype == matrix.dtype == block.dtype:
+            return torch.mm(matrix, block, out=out)
+        room = self.room(0, (matrix.shape[0], block.shape[1]), matrix.dtype)
+        product = torch.mm(matrix, self.widened(1, block, matrix.dtype), out=room)
+        return product if out is None else out.copy_(product)
+
+
+class _Messages:
+    """The buffers in which messages travel, by segment: two to receive into, two to send from."""
 
     def __init__(self, wire: Wire, lengths: list[int], like: torch.Tensor) -> None:
         self.wire = wire
         self.native = is_native(wire)
-        sizes = lengths if self.native else [wire.nbytes(length) for length in lengths]
-        dtype = like.dtype if self.native else torch.uint8
+        if self.native:
+            self.plain = [[like.new_empty(n) for n in lengths] for _ in range(2)]
+        else:
+            made = [[wire.message(n) for n in lengths] for _ in range(4)]
+            self.arrivals, self.departures = made[:2], made[2:]
 
-        def buffers(count: int) -> list[list[torch.Tensor]]:
-            return [[like.new_empty(n, dtype=dtype) for n in sizes] for _ in range(count)]
-
-        self.arrivals = buffers(2)
-        self.encoded = buffers(0 if self.native else 2)
+    def place(self, round: int, segment: int) -> torch.Tensor:
+        """Return where the message of ``round`` is received."""
+        if self.native:
+            return self.plain[round % 2][segment]
+        return self.arrivals[round % 2][segment].data
 
     def outgoing(self, round: int, segment: int, values: torch.Tensor) -> torch.Tensor:
         """Return the message of ``round`` with these values: themselves on a native wire."""
         if self.native:
             return values
-        message = self.encoded[round % 2][segment]
+        message = self.departures[round % 2][segment]
         self.wire.encode(values, message)
-        return message
+        return message.data
 
-    def add(self, received: torch.Tensor, values: torch.Tensor) -> None:
-        """Add a received message to ``values`` in place."""
+    def add(self, round: int, segment: int, values: torch.Tensor) -> None:
+        """Add what ``round`` brought to ``values`` in place."""
         if self.native:
-            values.add_(received)
+            values.add_(self.plain[round % 2][segment])
         else:
-            self.wire.accumulate(received, values)
+            self.wire.accumulate(self.arrivals[round % 2][segment], values)
 
 
 class CodedChain(Chain):
-    """All contributions of a family are encoded by one matrix product when it first passes.
+    """The contributions of a family are encoded by matrix products of a few rounds at once.
 
     The contribution of a round becomes the message forwarded after it, M_t = R_t + (V[t] - V[t-N])
     g, by adding what was received: L + 1 slots. Decoding takes the own term out of it again and
@@ -194,26 +238,37 @@ class CodedChain(Chain):
         wire: Wire,
         position: int,
         segments: int,
+        memory: torch.Tensor,
     ) -> None:
         self.layout, self.flat = layout, flat
-        self.encoder = Encoder(code, position, flat, "exact", precise=is_native(wire))
+        self.encoder = _Encoder(code, position, flat, "exact", precise=is_native(wire))
+        self.product = _Product(flat)
         self.pieces = bounds(layout.length, segments)
         self.families, self.rest = layout.stretches(flat)
-        self.messages = Messages(wire, [b - a for a, b in self.pieces], flat)
-        self.slots: dict[tuple[int, int], torch.Tensor] = {}
+        self.messages = _Messages(wire, [b - a for a, b in self.pieces], flat)
+        self.slots = self._cut(memory)
+
+    def _cut(self, memory: torch.Tensor) -> list[list[torch.Tensor]]:
+        """Cut the memory of the slots into [family][segment], shape (rounds, s) each."""
+        slots, taken = [], 0
+        for rounds in self.encoder.rounds:
+            shapes = [(len(rounds), stop - start) for start, stop in self.pieces]
+            sizes = [rows * length for rows, length in shapes]
+            parts = memory[taken : taken + sum(sizes)].split(sizes)
+            slots.append([part.view(shape) for part, shape in zip(parts, shapes, strict=True)])
+            taken += sum(sizes)
+        return slots
 
     def slot(self, round: int, segment: int) -> torch.Tensor:
         """Return the contribution of ``round``, which becomes its forwarded message."""
-        family = self.encoder.family(round)
-        key = (family, segment)
-        if key not in self.slots:
-            piece = self.pieces[segment]
-            change = self.encoder.change[family]
-            slots = self.flat.new_empty(change.shape[0], piece[1] - piece[0])
-            for where, block in self.layout.tiles(self.families[family], piece):
-                slots[:, where] = change @ block.to(change.dtype)
-            self.slots[key] = slots
-        return self.slots[key][self.encoder.row(round)]
+        family, row = self.encoder.family(round), self.encoder.row(round)
+        slots = self.slots[family][segment]
+        if row % _ROWS_AT_ONCE == 0:
+            rows = slice(row, row + _ROWS_AT_ONCE)
+            change = self.encoder.change[family][rows]
+            for where, block in self.layout.tiles(self.families[family], self.pieces[segment]):
+                self.product(change, block, slots[rows, where])
+        return slots[row]
 
     @override
     def first(self, segment: int) -> torch.Tensor:
@@ -221,27 +276,28 @@ class CodedChain(Chain):
 
     @override
     def place(self, round: int, segment: int) -> torch.Tensor:
-        return self.messages.arrivals[round % 2][segment]
+        return self.messages.place(round, segment)
 
     @override
-    def handle(self, round: int, segment: int, received: torch.Tensor) -> torch.Tensor:
+    def handle(self, round: int, segment: int) -> torch.Tensor:
         slot = self.slot(round, segment)
-        self.messages.add(received, slot)
+        self.messages.add(round, segment, slot)
         if round == self.encoder.code.rounds:
             return slot
         return self.messages.outgoing(round + 1, segment, slot)
 
     @override
-    def settle(self, round: int, segment: int, received: torch.Tensor) -> None:
+    def settle(self, round: int, segment: int) -> None:
         encoder = self.encoder
         family = encoder.family(round)
         if round != encoder.complete[family][-1]:
             return
-        slots = self.slots[family, segment][encoder.early(family) :]  # (q, s)
+        slots = self.slots[family][segment][encoder.early(family) :]  # (q, s)
         decoder, correction = encoder.decoder[family], encoder.correction[family]
         for where, block in self.layout.tiles(self.families[family], self.pieces[segment]):
-            wide, messages = block.to(decoder.dtype), slots[:, where].to(decoder.dtype)
-            block.copy_((correction @ wide).addmm_(decoder, messages))
+            total = self.product(correction, block)
+            messages = self.product.widened(1, slots[:, where], decoder.dtype)
+            block.copy_(total.addmm_(decoder, messages))
 
     def finish(self) -> None:
         """Put the padded families back."""
@@ -266,13 +322,15 @@ class InPlaceChain(Chain):
         wire: Wire,
         position: int,
         segments: int,
+        memory: torch.Tensor,  # noqa: ARG002 - the buffer itself is the memory
     ) -> None:
         self.layout, self.flat = layout, flat
-        self.encoder = Encoder(code, position, flat, "fresh", precise=is_native(wire))
+        self.encoder = _Encoder(code, position, flat, "fresh", precise=is_native(wire))
+        self.product = _Product(flat)
         self.pieces = bounds(layout.length, segments)
         self.families, self.rest = layout.stretches(flat)
         lengths = [b - a for a, b in self.pieces]
-        self.messages = Messages(wire, lengths, flat)
+        self.messages = _Messages(wire, lengths, flat)
         self.values = [flat.new_empty(0 if self.messages.native else n) for n in lengths]
 
     def contribute(self, round: int, segment: int, values: torch.Tensor) -> None:
@@ -282,45 +340,48 @@ class InPlaceChain(Chain):
         change = encoder.change[family]
         for where, block in self.layout.tiles(self.families[family], self.pieces[segment]):
             if row < early:
-                values[where] += change[row] @ block.to(change.dtype)
+                values[where] += self.product(change[row : row + 1], block)[0]
             if row == max(early - 1, 0):
-                block.copy_(change[early:] @ block.to(change.dtype))
+                block.copy_(self.product(change[early:], block))
             if row >= early:
                 values[where].add_(block[row - early])
                 block[row - early].copy_(values[where])
 
     @override
     def first(self, segment: int) -> torch.Tensor:
-        values = (
-            self.messages.arrivals[0][segment] if self.messages.native else self.values[segment]
-        )
+        values = self.room(0, segment)
         values.zero_()
         self.contribute(0, segment, values)
         return self.messages.outgoing(1, segment, values)
 
     @override
     def place(self, round: int, segment: int) -> torch.Tensor:
-        return self.messages.arrivals[round % 2][segment]
+        return self.messages.place(round, segment)
 
     @override
-    def handle(self, round: int, segment: int, received: torch.Tensor) -> torch.Tensor:
-        values = received
+    def handle(self, round: int, segment: int) -> torch.Tensor:
+        values = self.room(round, segment)
         if not self.messages.native:
-            values = self.values[segment]
-            self.messages.wire.decode(received, values)
+            values.zero_()
+            self.messages.add(round, segment, values)
         self.contribute(round, segment, values)
         if round == self.encoder.code.rounds:
             return values
         return self.messages.outgoing(round + 1, segment, values)
 
+    def room(self, round: int, segment: int) -> torch.Tensor:
+        """Return where the message of ``round`` is worked on: on a native wire where it arrived."""
+        if self.messages.native:
+            return self.messages.plain[round % 2][segment]
+        return self.values[segment]
+
     @override
-    def settle(self, round: int, segment: int, received: torch.Tensor) -> None:
+    def settle(self, round: int, segment: int) -> None:
         encoder, family = self.encoder, self.encoder.family(round)
         if round != encoder.complete[family][-1]:
             return
         for _, block in self.layout.tiles(self.families[family], self.pieces[segment]):
-            decoder = encoder.decoder[family]
-            block.copy_(decoder @ block.to(decoder.dtype))
+            block.copy_(self.product(encoder.decoder[family], block))
 
     def finish(self) -> None:
         """Put the padded families back."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 import random
-import zlib
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -98,6 +97,8 @@ class CodedRing(Collective):
     _chosen: dict[tuple[int, int, torch.dtype], tuple[Code | None, str]] = field(
         default_factory=dict, init=False, repr=False
     )
+
+    _memory: torch.Tensor | None = field(default=None, init=False, repr=False)
 
     mean_exact: ClassVar[bool] = True
 
@@ -195,15 +196,17 @@ class CodedRing(Collective):
             successor, predecessor = order[(position + 1) % size], order[position - 1]
             peers_to.append(successor)
             peers_from.append(predecessor)
-        # Every rank has designed the table for itself: its checksum goes into the header.
-        agreed = f"{header.method} call {call} table {zlib.crc32(code.table.tobytes())}"
+        # Every rank has designed the code for itself: what it came to goes into the header.
+        agreed = f"{header.method} call {call} code {code.fingerprint}"
         transport.agree(replace(header, method=agreed), peers_to, peers_from)
         wire = self._wire(flat.dtype, flat.device, call_seed(self.seed, transport.rank, call))
         layout = Layout(code, flat.numel(), self.inplace)
         segments = self._segments(layout, wire)
         work = flat if flat.dtype == wire.compute else flat.to(wire.compute)
         chain_type = InPlaceChain if self.inplace else CodedChain
-        chain = chain_type(code, layout, work, wire, position, segments)
+        chain = chain_type(
+            code, layout, work, wire, position, segments, self._memory_for(code, layout, work)
+        )
         run_rounds(
             chain, transport, code.rounds, segments, successor, predecessor, frugal=self.inplace
         )
@@ -211,6 +214,19 @@ class CodedRing(Collective):
             chain.finish()
             if work is not flat:
                 flat.copy_(work)
+
+    def _memory_for(self, code: Code, layout: Layout, work: torch.Tensor) -> torch.Tensor:
+        """Return memory for L + 1 slots, kept from call to call: new memory costs page faults."""
+        numel = 0 if self.inplace else (code.rounds + 1) * layout.length
+        memory = self._memory
+        if (
+            memory is None
+            or memory.numel() < numel
+            or memory.dtype != work.dtype
+            or (memory.device != work.device)
+        ):
+            memory = self._memory = work.new_empty(numel)
+        return memory[:numel]
 
     def _segments(self, layout: Layout, wire: Wire) -> int:
         segments: int = segments_for(wire.nbytes(layout.length), self.segments)

@@ -19,7 +19,7 @@ from taciturn.collectives.base import (
 from taciturn.collectives.pipeline import segments_for
 from taciturn.collectives.quantized_ring import call_seed, counter_from
 from taciturn.collectives.ring import check_segments, ring_chunks
-from taciturn.collectives.wires import Rounding, Wire, make_wire
+from taciturn.collectives.wires import Message, Rounding, Wire, make_wire
 from taciturn.transport import Header, Request, Transport
 
 __all__ = ["Direct"]
@@ -127,11 +127,7 @@ class _DirectExchange:
         self.segments = segments
         self.chunks = ring_chunks(flat, transport.size, segments)
         self.own = self.chunks[transport.rank]
-        self.device = flat.device
         self.sending: list[Request] = []
-
-    def message_for(self, piece: torch.Tensor) -> torch.Tensor:
-        return torch.empty(self.wire.nbytes(piece.numel()), dtype=torch.uint8, device=self.device)
 
     def post(
         self,
@@ -147,22 +143,23 @@ class _DirectExchange:
     def run(self) -> None:
         transport, ledger, segments = self.transport, self.transport.ledger, self.segments
         transport.round = 1
-        parts = [[self.message_for(p) for _ in self.from_] for p in self.own]
+        parts = [[self.wire.message(p.numel()) for _ in self.from_] for p in self.own]
         finished = [
-            [self.message_for(self.chunks[peer][k]) for peer in self.from_] for k in range(segments)
+            [self.wire.message(self.chunks[peer][k].numel()) for peer in self.from_]
+            for k in range(segments)
         ]
         incoming = []
         for k in range(segments):
-            receives = [(m, peer, k) for m, peer in zip(parts[k], self.from_, strict=True)]
+            receives = [(m.data, peer, k) for m, peer in zip(parts[k], self.from_, strict=True)]
             if not transport.batched:
                 incoming.append(self.post([], receives))
             sends = []
             for peer in self.to:
                 piece = self.chunks[peer][k]
                 with ledger.codec():
-                    message = self.message_for(piece)
+                    message = self.wire.message(piece.numel())
                     self.wire.encode(piece, message)
-                sends.append((message, peer, k))
+                sends.append((message.data, peer, k))
                 if not transport.batched:
                     self.post([sends.pop()], [])
             if transport.batched:
@@ -170,12 +167,13 @@ class _DirectExchange:
         gathering = []
         for k in range(segments):
             receives = [
-                (m, peer, segments + k) for m, peer in zip(finished[k], self.from_, strict=True)
+                (m.data, peer, segments + k)
+                for m, peer in zip(finished[k], self.from_, strict=True)
             ]
             if not transport.batched:
                 gathering.append(self.post([], receives))
             total = self.sum_of(k, parts[k], incoming[k])
-            sends = [(total, peer, segments + k) for peer in self.to]
+            sends = [(total.data, peer, segments + k) for peer in self.to]
             received = self.post(sends, receives if transport.batched else [])
             if transport.batched:
                 gathering.append(received)
@@ -191,9 +189,7 @@ class _DirectExchange:
         for request in self.sending:
             request.wait()
 
-    def sum_of(
-        self, segment: int, parts: list[torch.Tensor], incoming: list[Request]
-    ) -> torch.Tensor:
+    def sum_of(self, segment: int, parts: list[Message], incoming: list[Request]) -> Message:
         """Return the message of the finished piece; the own piece becomes its decoded copy."""
         piece = self.own[segment]
         total = piece.to(self.wire.compute, copy=True)
@@ -203,7 +199,7 @@ class _DirectExchange:
             with self.transport.ledger.codec():
                 self.wire.accumulate(part, total)
         with self.transport.ledger.codec():
-            message = self.message_for(piece)
+            message = self.wire.message(piece.numel())
             self.wire.encode(total, message)
             self.wire.decode(message, piece)
         return message

@@ -17,7 +17,7 @@ from taciturn.collectives.ring import (
     ring_neighbours,
     ring_segments,
 )
-from taciturn.collectives.wires import Rounding, Wire, make_wire
+from taciturn.collectives.wires import Message, Rounding, Wire, make_wire
 from taciturn.errors import InputError
 from taciturn.transport import Header, Transport
 
@@ -106,42 +106,55 @@ class _QuantizedChain(Chain):
         self.rank, self.size, self.wire = rank, size, wire
         self.chunks = ring_chunks(flat, size, segments)
         longest = wire.nbytes(max(piece.numel() for piece in self.chunks[-1]))
-
-        def buffers(count: int) -> list[list[torch.Tensor]]:
-            return [
-                [torch.empty(longest, dtype=torch.uint8, device=flat.device)
-                 for _ in range(segments)]
-                for _ in range(count)
-            ]  # fmt: skip
-
-        self.arrivals = buffers(3)  # a finished chunk is passed on from where it arrived
-        self.encoded = buffers(2)
+        # Three to receive into, since a finished chunk is passed on from where it arrived, and two
+        # to send from.
+        self.memory = [
+            [torch.empty(longest, dtype=torch.uint8, device=flat.device) for _ in range(segments)]
+            for _ in range(5)
+        ]
+        self.made: dict[tuple[int, int, int], Message] = {}
 
     def piece(self, round: int, segment: int) -> torch.Tensor:
+        """Return the piece that is received in ``round``."""
         return self.chunks[(self.rank - round - 1) % self.size][segment]
 
+    def message(self, buffer: int, segment: int, numel: int) -> Message:
+        """Return the message in a buffer; chunks differ in length by one element at most."""
+        key = (buffer, segment, numel)
+        if key not in self.made:
+            self.made[key] = self.wire.message(numel, self.memory[buffer][segment])
+        return self.made[key]
+
+    def arrival(self, round: int, segment: int) -> Message:
+        """Return the message that is received in ``round``."""
+        return self.message(round % 3, segment, self.piece(round, segment).numel())
+
+    @override
     def first(self, segment: int) -> torch.Tensor:
         piece = self.piece(0, segment)
-        message = self.encoded[1][segment][: self.wire.nbytes(piece.numel())]
+        message = self.message(4, segment, piece.numel())
         self.wire.encode(piece, message)
-        return message
+        return message.data
 
+    @override
     def place(self, round: int, segment: int) -> torch.Tensor:
-        piece = self.piece(round, segment)
-        return self.arrivals[round % 3][segment][: self.wire.nbytes(piece.numel())]
+        return self.arrival(round, segment).data
 
-    def handle(self, round: int, segment: int, received: torch.Tensor) -> torch.Tensor:
-        piece = self.piece(round, segment)
+    @override
+    def handle(self, round: int, segment: int) -> torch.Tensor:
+        arrival = self.arrival(round, segment)
         if round >= self.size:
-            return received
-        message = self.encoded[(round + 1) % 2][segment][: received.numel()]
+            return arrival.data
+        piece = self.piece(round, segment)
+        message = self.message(3 + (round + 1) % 2, segment, piece.numel())
         finished = round == self.size - 1
-        self.wire.relay(received, piece, message, keep=piece if finished else None)
-        return message
+        self.wire.relay(arrival, piece, message, keep=piece if finished else None)
+        return message.data
 
-    def settle(self, round: int, segment: int, received: torch.Tensor) -> None:
+    @override
+    def settle(self, round: int, segment: int) -> None:
         if round >= self.size:
-            self.wire.decode(received, self.piece(round, segment))
+            self.wire.decode(self.arrival(round, segment), self.piece(round, segment))
 
 
 def call_seed(seed: int, rank: int, call: int) -> int:

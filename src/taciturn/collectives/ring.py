@@ -94,13 +94,13 @@ class _RingChain(Chain):
             return self.arrivals[round % 2][segment][: piece.numel()]
         return piece  # finished: it replaces ours
 
-    def handle(self, round: int, segment: int, received: torch.Tensor) -> torch.Tensor:
+    def handle(self, round: int, segment: int) -> torch.Tensor:
         piece = self.piece(round, segment)
         if round < self.size:
-            piece.add_(received)
+            piece.add_(self.place(round, segment))
         return piece
 
-    def settle(self, round: int, segment: int, received: torch.Tensor) -> None:
+    def settle(self, round: int, segment: int) -> None:
         pass  # all done in place
 
 
@@ -154,11 +154,11 @@ class _Shifted(Chain):
     def place(self, round: int, segment: int) -> torch.Tensor:
         return self.chain.place(round + self.rounds, segment)
 
-    def handle(self, round: int, segment: int, received: torch.Tensor) -> torch.Tensor:
-        return self.chain.handle(round + self.rounds, segment, received)
+    def handle(self, round: int, segment: int) -> torch.Tensor:
+        return self.chain.handle(round + self.rounds, segment)
 
-    def settle(self, round: int, segment: int, received: torch.Tensor) -> None:
-        self.chain.settle(round + self.rounds, segment, received)
+    def settle(self, round: int, segment: int) -> None:
+        self.chain.settle(round + self.rounds, segment)
 
 
 def check_segments(segments: int | None) -> None:

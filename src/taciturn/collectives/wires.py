@@ -24,15 +24,14 @@ and back for each of the several elementwise operations.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from typing_extensions import override
 
 from taciturn.errors import InputError
 
-__all__ = ["WIRES", "BlockScaled", "Plain", "Rounding", "Wire", "make_wire"]
+__all__ = ["WIRES", "BlockScaled", "Message", "Plain", "Rounding", "Wire", "make_wire"]
 
 Rounding = Literal["nearest", "stochastic"]
 
@@ -40,14 +39,29 @@ _SPAN = 1 << 17
 """Elements of one span: 512 KiB of fp32, half of a typical second-level cache (measured: smaller
 spans pay for the calls, larger ones for memory)."""
 
+_ROUND_UP = 1 / (1 - 2.0**-8)
+
 _SMALLEST_SCALE = 2.0**-126
 """Scales below the smallest normal number would have an infinite reciprocal."""
+
+
+class Message(NamedTuple):
+    """Memory for one encoded message, with the views that coding it needs."""
+
+    data: torch.Tensor
+    """What travels: 1-D, contiguous."""
+    numel: int
+    """Elements it holds."""
+    spans: tuple[tuple[slice, tuple[torch.Tensor, ...]], ...]
+    """Which elements, and the parts of ``data`` that hold them, by cache-sized span."""
 
 
 class Wire(ABC):
     """Encodes and decodes 1-D floating-point tensors. Makes no reference to ranks.
 
-    One object serves one call of a collective at a time: it holds scratch memory.
+    One object serves one call of a collective at a time: it holds scratch memory. An encoded
+    message is made once, by :meth:`message`, and reused: its views cost as much as its coding does
+    when it is short.
 
     Args:
         compute: dtype in which messages are decoded and added, fp32 or fp64.
@@ -69,43 +83,61 @@ class Wire(ABC):
         """Return the bytes of the message that holds ``numel`` elements."""
 
     @abstractmethod
-    def _encode(self, values: torch.Tensor, message: torch.Tensor, numel: int, start: int) -> None:
-        """Write ``values``, the elements from ``start`` on, into the message of ``numel``."""
+    def _parts(
+        self, data: torch.Tensor, numel: int, start: int, stop: int
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the parts of a message of ``numel`` elements that hold start..stop."""
 
     @abstractmethod
-    def _decode(self, message: torch.Tensor, numel: int, start: int, out: torch.Tensor) -> None:
-        """Read the elements from ``start`` on into ``out``, dtype ``compute``."""
+    def _encode(self, values: torch.Tensor, parts: tuple[torch.Tensor, ...]) -> None:
+        """Write ``values`` into the parts of a span."""
 
-    def encode(self, values: torch.Tensor, message: torch.Tensor) -> None:
-        """Write ``values``, shape (n,), as a message, shape (nbytes(n),) of uint8."""
-        numel = values.numel()
-        for start, stop in self._spans(numel):
-            self._encode(values[start:stop], message, numel, start)
+    @abstractmethod
+    def _decode(self, parts: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
+        """Read the parts of a span into ``out``, dtype ``compute``."""
 
-    def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
+    def message(self, numel: int, memory: torch.Tensor | None = None) -> Message:
+        """Return a message for ``numel`` elements, in the first bytes of ``memory`` if given."""
+        nbytes = self.nbytes(numel)
+        if memory is None:
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        data = memory[:nbytes]
+        step = _SPAN if self.device.type == "cpu" else max(numel, 1)
+        spans = []
+        for start in range(0, numel, step):
+            stop = min(start + step, numel)
+            spans.append((slice(start, stop), self._parts(data, numel, start, stop)))
+        return Message(data, numel, tuple(spans))
+
+    def encode(self, values: torch.Tensor, message: Message) -> None:
+        """Write ``values``, shape (n,), into a message for n elements."""
+        for where, parts in message.spans:
+            self._encode(values[where], parts)
+
+    def decode(self, message: Message, out: torch.Tensor) -> None:
         """Read a message into ``out``, shape (n,), changed in place."""
-        numel = out.numel()
-        for start, stop in self._spans(numel):
+        for where, parts in message.spans:
+            place = out[where]
             if out.dtype == self.compute:
-                self._decode(message, numel, start, out[start:stop])
+                self._decode(parts, place)
             else:
-                scratch = self._take(0, stop - start)
-                self._decode(message, numel, start, scratch)
-                out[start:stop].copy_(scratch)
+                scratch = self._take(0, place.numel())
+                self._decode(parts, scratch)
+                place.copy_(scratch)
 
-    def accumulate(self, message: torch.Tensor, out: torch.Tensor) -> None:
+    def accumulate(self, message: Message, out: torch.Tensor) -> None:
         """Add the decoded message to ``out``, shape (n,), changed in place."""
-        numel = out.numel()
-        for start, stop in self._spans(numel):
-            scratch = self._take(0, stop - start)
-            self._decode(message, numel, start, scratch)
-            out[start:stop].add_(scratch)
+        for where, parts in message.spans:
+            place = out[where]
+            scratch = self._take(0, place.numel())
+            self._decode(parts, scratch)
+            place.add_(scratch)
 
     def relay(
         self,
-        message: torch.Tensor,
+        message: Message,
         own: torch.Tensor,
-        onward: torch.Tensor,
+        onward: Message,
         keep: torch.Tensor | None = None,
     ) -> None:
         """Write encode(decode(message) + own) into ``onward``; ``keep`` gets what it decodes to.
@@ -113,25 +145,20 @@ class Wire(ABC):
         The sum is formed in ``compute`` and is rounded once, by the encoding.
 
         Args:
-            message: what was received, uint8.
-            onward: what is to be sent, uint8, changed in place.
+            message: what was received.
             own: this rank's elements, shape (n,), any floating dtype.
+            onward: what is to be sent, changed in place.
             keep: None, or where the decoded copy of ``onward`` goes; may be ``own`` itself.
         """
-        numel = own.numel()
-        for start, stop in self._spans(numel):
-            scratch = self._take(0, stop - start)
-            self._decode(message, numel, start, scratch)
-            scratch.add_(own[start:stop].to(self.compute))
-            self._encode(scratch, onward, numel, start)
+        for (where, parts), (_, onward_parts) in zip(message.spans, onward.spans, strict=True):
+            mine = own[where]
+            scratch = self._take(0, mine.numel())
+            self._decode(parts, scratch)
+            scratch.add_(mine if mine.dtype == self.compute else mine.to(self.compute))
+            self._encode(scratch, onward_parts)
             if keep is not None:
-                self._decode(onward, numel, start, scratch)
-                keep[start:stop].copy_(scratch)
-
-    def _spans(self, numel: int) -> Iterator[tuple[int, int]]:
-        step = _SPAN if self.device.type == "cpu" else max(numel, 1)
-        for start in range(0, numel, step):
-            yield start, min(start + step, numel)
+                self._decode(onward_parts, scratch)
+                keep[where].copy_(scratch)
 
     def _take(self, which: int, numel: int) -> torch.Tensor:
         """Return scratch number ``which``, shape (numel,), allocated once per object."""
@@ -174,8 +201,14 @@ class Plain(Wire):
         return numel * self.dtype.itemsize
 
     @override
-    def _encode(self, values: torch.Tensor, message: torch.Tensor, numel: int, start: int) -> None:
-        place = message.view(self.dtype)[start : start + values.numel()]
+    def _parts(
+        self, data: torch.Tensor, numel: int, start: int, stop: int
+    ) -> tuple[torch.Tensor, ...]:
+        return (data.view(self.dtype)[start:stop],)
+
+    @override
+    def _encode(self, values: torch.Tensor, parts: tuple[torch.Tensor, ...]) -> None:
+        (place,) = parts
         if not self.stochastic:
             place.copy_(values)
             return
@@ -186,8 +219,8 @@ class Plain(Wire):
         place.copy_(torch.where(values.isfinite(), rounded, values))
 
     @override
-    def _decode(self, message: torch.Tensor, numel: int, start: int, out: torch.Tensor) -> None:
-        out.copy_(message.view(self.dtype)[start : start + out.numel()])
+    def _decode(self, parts: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
+        out.copy_(parts[0])
 
 
 class BlockScaled(Wire):
@@ -195,7 +228,7 @@ class BlockScaled(Wire):
 
     Args:
         bits: 8 or 4.
-        block: elements that share a scale, even.
+        block: elements that share a scale, a power of two.
     """
 
     def __init__(
@@ -225,35 +258,38 @@ class BlockScaled(Wire):
     def nbytes(self, numel: int) -> int:
         return self._blocks(numel) * (2 + self.block * self.bits // 8)
 
+    @override
     def _parts(
-        self, message: torch.Tensor, numel: int, start: int, length: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scales, shape (b,), and integers, shape (b, bytes), of a span of blocks."""
+        self, data: torch.Tensor, numel: int, start: int, stop: int
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the scales, shape (b, 1), and integers, shape (b, bytes), of whole blocks."""
         blocks = self._blocks(numel)
-        first, last = start // self.block, start // self.block + self._blocks(length)
-        scales = message[: 2 * blocks].view(torch.bfloat16)[first:last]
-        integers = message[2 * blocks :].view(torch.int8).view(blocks, -1)[first:last]
+        span = slice(start // self.block, self._blocks(stop))
+        scales = data[: 2 * blocks].view(torch.bfloat16)[span].unsqueeze(1)
+        integers = data[2 * blocks :].view(torch.int8).view(blocks, -1)[span]
         return scales, integers
 
-    def _padded(self, values: torch.Tensor) -> torch.Tensor:
+    def _padded(self, values: torch.Tensor, blocks: int) -> torch.Tensor:
         """Return ``values`` as whole blocks, shape (b, block), dtype ``compute``."""
-        numel = values.numel()
-        full = self._blocks(numel) * self.block
+        numel, full = values.numel(), blocks * self.block
         if full == numel and values.dtype == self.compute:
-            return values.view(-1, self.block)
+            return values.view(blocks, self.block)
         padded = self._take(2, full)
         padded[:numel].copy_(values)
         padded[numel:] = 0
-        return padded.view(-1, self.block)
+        return padded.view(blocks, self.block)
 
-    def _encode(self, values: torch.Tensor, message: torch.Tensor, numel: int, start: int) -> None:
-        scales, integers = self._parts(message, numel, start, values.numel())
-        blocks = self._padded(values)
-        scaled = self._take(1, blocks.numel()).view(-1, self.block)
+    @override
+    def _encode(self, values: torch.Tensor, parts: tuple[torch.Tensor, ...]) -> None:
+        scales, integers = parts
+        blocks = self._padded(values, scales.shape[0])
+        scaled = self._take(1, blocks.numel()).view(blocks.shape)
         torch.abs(blocks, out=scaled)
-        scale = _round_up_to_bf16(scaled.amax(1).div_(self.largest).clamp_(min=_SMALLEST_SCALE))
-        scales.copy_(scale)
-        torch.mul(blocks, scale.reciprocal().unsqueeze(1), out=scaled)
+        # Rounding to bf16 errs by 2^-8 at most: made larger by that before, the scale cannot become
+        # too small for the largest element, and no integer overflows.
+        scale = scaled.amax(1, keepdim=True).mul_(_ROUND_UP / self.largest)
+        scales.copy_(scale.clamp_(min=_SMALLEST_SCALE))
+        torch.mul(blocks, scales.to(self.compute).reciprocal_(), out=scaled)
         if self.stochastic:
             noise = torch.empty_like(scaled).uniform_(generator=self._random())
             # x + u can round up to the next integer above the largest when x is the largest.
@@ -264,31 +300,30 @@ class BlockScaled(Wire):
             integers.copy_(scaled)
             return
         half = self.block // 2  # the byte pairs element j with element j + half: no strided reads
+        scaled[:, half:] *= 16  # exact, and at most 112
         low, high = scaled[:, :half].to(torch.int8), scaled[:, half:].to(torch.int8)
-        torch.bitwise_or(low.bitwise_and_(15), high.bitwise_left_shift_(4), out=integers)
+        torch.bitwise_or(low.bitwise_and_(15), high, out=integers)
 
-    def _decode(self, message: torch.Tensor, numel: int, start: int, out: torch.Tensor) -> None:
-        scales, integers = self._parts(message, numel, start, out.numel())
-        whole = integers.shape[0] * self.block == out.numel()
-        place = out if whole else self._take(2, integers.shape[0] * self.block)
+    @override
+    def _decode(self, parts: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
+        scales, integers = parts
+        full = scales.shape[0] * self.block
+        whole = full == out.numel()
+        place = out if whole else self._take(2, full)
         blocks = place.view(-1, self.block)
+        scale = scales.to(self.compute)
         if self.bits == 8:
             blocks.copy_(integers)
         else:
             half = self.block // 2
-            blocks[:, :half].copy_(integers.bitwise_left_shift(4).bitwise_right_shift_(4))
-            blocks[:, half:].copy_(integers.bitwise_right_shift(4))
-        blocks.mul_(scales.to(self.compute).unsqueeze(1))
+            # The high nibble is worth 16 of its integer; arithmetic shifts keep the sign.
+            high = integers.bitwise_and(-16)
+            blocks[:, :half].copy_(integers.bitwise_left_shift(4))
+            blocks[:, half:].copy_(high)
+            scale.mul_(1 / 16)
+        blocks.mul_(scale)
         if not whole:
             out.copy_(place[: out.numel()])
-
-
-def _round_up_to_bf16(scale: torch.Tensor) -> torch.Tensor:
-    """Return positive fp32 or fp64 ``scale`` rounded up to a bf16 number, NaN kept."""
-    single = scale.to(torch.float32)
-    bits = single.view(torch.int32).add(0xFFFF).bitwise_and_(-(1 << 16))
-    rounded = torch.where(single.isfinite(), bits.view(torch.float32), single)
-    return rounded.to(scale.dtype)
 
 
 _PLAIN_NAMES = {
@@ -328,12 +363,12 @@ def make_wire(
     """
     device = device if device is not None else torch.device("cpu")
     compute = torch.float64 if dtype is torch.float64 else torch.float32
+    if rounding not in get_args(Rounding):
+        raise InputError(f"rounding={rounding!r}: choose 'nearest' or 'stochastic'")
     if name is None:
         return Plain(dtype, compute, device, rounding, seed)
     if name not in WIRES:
         raise InputError(f"wire={name!r}: choose one of {', '.join(WIRES)}")
-    if rounding not in get_args(Rounding):
-        raise InputError(f"rounding={rounding!r}: choose 'nearest' or 'stochastic'")
     if name in _PLAIN_DTYPES:
         return Plain(_PLAIN_DTYPES[name], compute, device, rounding, seed)
     bits: Literal[8, 4] = 8 if name == "int8" else 4

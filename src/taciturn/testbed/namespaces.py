@@ -75,7 +75,7 @@ class Plan:
     mtu: int = 1500
     delay_s: float = 0.0
     loss: float = 0.0
-    packet_s: float = 0.0002
+    packet_s: float = 0.0008
     burst_s: float = 0.0005
     queue_s: float = 0.05
 

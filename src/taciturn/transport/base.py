@@ -115,6 +115,13 @@ class Transport(ABC):
         self.calls = 0
 
     @abstractmethod
+    def send(self, message: torch.Tensor, peer: int, tag: int) -> Request:
+        """Start sending a contiguous tensor to rank ``peer``."""
+
+    @abstractmethod
+    def receive(self, place: torch.Tensor, peer: int, tag: int) -> Request:
+        """Start receiving into a contiguous tensor from rank ``peer``."""
+
     def post(
         self,
         sends: Sequence[tuple[torch.Tensor, int, int]],
@@ -123,8 +130,20 @@ class Transport(ABC):
         """Start sends and receives; each is (contiguous tensor, peer rank, tag).
 
         Returns the requests of the sends and of the receives. On a batched transport they are one
-        batch; give it a round's sends and receives together.
+        batch: give it a round's sends and receives together.
         """
+        if self.batched:
+            return self._post_batch(sends, receives)
+        received = [self.receive(*receive) for receive in receives]
+        return [self.send(*send) for send in sends], received
+
+    @abstractmethod
+    def _post_batch(
+        self,
+        sends: Sequence[tuple[torch.Tensor, int, int]],
+        receives: Sequence[tuple[torch.Tensor, int, int]],
+    ) -> tuple[list[Request], list[Request]]:
+        """Post as one batch. Called only where ``batched`` is true."""
 
     @abstractmethod
     def fail(self, error: Exception) -> NoReturn:

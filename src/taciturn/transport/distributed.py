@@ -51,12 +51,13 @@ class _DistributedRequest:
         work, self._work = self._work, None
         assert work is not None, "a request is waited for exactly once"
         transport = self._transport
+        ledger, start = transport.ledger, time.perf_counter()
         try:
-            with transport.ledger.waiting():
-                work.wait(transport.wait_timeout)
+            work.wait(transport.wait_timeout)
         except RuntimeError as error:  # gloo and NCCL raise nothing more precise
             transport.lost(self._peer, error)
-        transport.ledger.received(self._received_bytes)
+        ledger.waiting_s += time.perf_counter() - start
+        ledger.received_bytes += self._received_bytes
 
 
 class DistributedTransport(Transport):
@@ -122,48 +123,60 @@ class DistributedTransport(Transport):
         # that still connect.
         self._meet("opening")
 
+    # Messages go through the group's own methods: dist.isend checks and translates at every call,
+    # which costs as much as a short message.
+
     @override
-    def post(
+    def send(self, message: torch.Tensor, peer: int, tag: int) -> Request:
+        if self._failure is not None:
+            raise self._failure
+        try:
+            work = self.group.send([message], peer, tag)
+        except RuntimeError as error:
+            self.lost(peer, error)
+        self.ledger.sent(message.nbytes)
+        return _DistributedRequest(self, work, peer, 0)
+
+    @override
+    def receive(self, place: torch.Tensor, peer: int, tag: int) -> Request:
+        if self._failure is not None:
+            raise self._failure
+        try:
+            work = self.group.recv([place], peer, tag)
+        except RuntimeError as error:
+            self.lost(peer, error)
+        return _DistributedRequest(self, work, peer, place.nbytes)
+
+    @override
+    def _post_batch(
         self,
         sends: Sequence[tuple[torch.Tensor, int, int]],
         receives: Sequence[tuple[torch.Tensor, int, int]],
     ) -> tuple[list[Request], list[Request]]:
         if self._failure is not None:
             raise self._failure
-        works: list[Any] = []
+        operations = [
+            dist.P2POp(start, tensor, self.members[peer], self.group)
+            for start, posts in ((dist.irecv, receives), (dist.isend, sends))
+            for tensor, peer, _ in posts
+        ]
+        if not operations:
+            return [], []
         try:
-            if self.batched:
-                operations = [
-                    dist.P2POp(dist.irecv, t, self.members[peer], self.group)
-                    for t, peer, _ in receives
-                ] + [
-                    dist.P2POp(dist.isend, t, self.members[peer], self.group)
-                    for t, peer, _ in sends
-                ]
-                works = dist.batch_isend_irecv(operations) if operations else []
-                # NCCL coalesces a batch into one work, and its wait may be repeated.
-                if works and len(works) < len(operations):
-                    works = [works[0]] * len(operations)
-            else:
-                # Through the group's own method: dist.isend checks and translates per call, which
-                # costs as much as a short message.
-                works = [self.group.recv([t], peer, tag) for t, peer, tag in receives]
-                for t, peer, tag in sends:
-                    works.append(self.group.send([t], peer, tag))
+            works = dist.batch_isend_irecv(operations)
         except RuntimeError as error:
-            done = len(works)
-            peers = [peer for _, peer, _ in [*receives, *sends]]
-            self.lost(peers[min(done, len(peers) - 1)], error)
-        for t, _, _ in sends:
-            self.ledger.sent(t.nbytes)
-        split = len(receives)
+            self.lost(None, error)
+        if len(works) < len(operations):  # NCCL coalesces a batch into one, which may wait twice
+            works = [works[0]] * len(operations)
+        for message, _, _ in sends:
+            self.ledger.sent(message.nbytes)
         received: list[Request] = [
-            _DistributedRequest(self, work, peer, t.nbytes)
-            for work, (t, peer, _) in zip(works[:split], receives, strict=True)
+            _DistributedRequest(self, work, peer, place.nbytes)
+            for work, (place, peer, _) in zip(works, receives, strict=False)
         ]
         sent: list[Request] = [
             _DistributedRequest(self, work, peer, 0)
-            for work, (_, peer, _) in zip(works[split:], sends, strict=True)
+            for work, (_, peer, _) in zip(works[len(receives) :], sends, strict=True)
         ]
         return sent, received
 

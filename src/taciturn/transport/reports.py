@@ -52,7 +52,11 @@ def decide(reports: Mapping[int, Report], size: int, timeout_s: float) -> Verdic
     if missing:
         # The backend's own collectives do not say on whom they waited.
         gone = all(r["kind"] == "closed" and r["suspect"] is None for r in reports.values())
-        why = "died" if gone else f"did not answer within {timeout_s:g} s: dead, stopped or far behind"
+        why = (
+            "died"
+            if gone
+            else f"did not answer within {timeout_s:g} s: dead, stopped or far behind"
+        )
         return {"kind": "peer", "ranks": missing, "text": f"{_ranks(missing)} {why}"}
     # Everyone reported: the one that got least far held up the others.
     least = min((r["call"], r["round"]) for r in reports.values())

@@ -54,7 +54,7 @@ class _Letter:
             if not self.delivered:
                 transport.raise_failure()
         if self._receives:
-            transport.ledger.received(self.tensor.nbytes)
+            transport.ledger.received_bytes += self.tensor.nbytes
 
 
 class ThreadTransport(Transport):
@@ -71,29 +71,38 @@ class ThreadTransport(Transport):
         self.size = world.size
 
     @override
-    def post(
+    def send(self, message: torch.Tensor, peer: int, tag: int) -> Request:
+        return self._put(self.world.sent, (self.rank, peer, tag), message)
+
+    @override
+    def receive(self, place: torch.Tensor, peer: int, tag: int) -> Request:
+        return self._put(self.world.awaited, (peer, self.rank, tag), place)
+
+    @override
+    def _post_batch(
         self,
         sends: Sequence[tuple[torch.Tensor, int, int]],
         receives: Sequence[tuple[torch.Tensor, int, int]],
     ) -> tuple[list[Request], list[Request]]:
+        raise AssertionError("threads post one by one")
+
+    def _put(
+        self,
+        letters: dict[tuple[int, int, int], list[_Letter]],
+        key: tuple[int, int, int],
+        tensor: torch.Tensor,
+    ) -> Request:
         world = self.world
-        sent: list[Request] = []
-        received: list[Request] = []
+        receives = letters is world.awaited
+        letter = _Letter(self, tensor, receives)
         with world.changed:
             if world.failure is not None:
                 self.raise_failure()
-            for tensor, peer, tag in receives:
-                letter = _Letter(self, tensor, receives=True)
-                world.awaited.setdefault((peer, self.rank, tag), []).append(letter)
-                received.append(letter)
-                self._match((peer, self.rank, tag))
-            for tensor, peer, tag in sends:
-                letter = _Letter(self, tensor, receives=False)
+            letters.setdefault(key, []).append(letter)
+            if not receives:
                 self.ledger.sent(tensor.nbytes)
-                world.sent.setdefault((self.rank, peer, tag), []).append(letter)
-                sent.append(letter)
-                self._match((self.rank, peer, tag))
-        return sent, received
+            self._match(key)
+        return letter
 
     def _match(self, key: tuple[int, int, int]) -> None:
         world = self.world
