@@ -7,6 +7,14 @@ into p rows: its part of the p components. So a message mixes neighbours and not
 from __future__ import annotations
 
 import math
+import os
+import sys
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +25,7 @@ from taciturn.collectives.base import bounds
 from taciturn.collectives.codes import Code, Own
 from taciturn.collectives.pipeline import Chain
 from taciturn.collectives.wires import Wire
+from taciturn.ledger import Ledger
 
 __all__ = ["TILE_ELEMS", "CodedChain", "InPlaceChain", "Layout", "is_native"]
 
@@ -24,12 +33,9 @@ TILE_ELEMS = 1 << 16
 """Elements of a tile, part of the layout that ranks must share: 512 KiB of fp32. Matrix products of
 such tiles run at twice the time of a memcpy; smaller ones pay for the calls (measured)."""
 
-_HARMLESS_CONDITION = 10.0
-"""Decoders with a condition number up to this lose less in fp32 than one rounding on the wire."""
-
-_ROWS_AT_ONCE = 4
-"""Rounds whose contributions are encoded together. All at once would read the components only once,
-but then the first N rounds wait for the processor and later ones leave it idle."""
+_ROWS_AT_ONCE, _NARROW_ROWS_AT_ONCE = 4, 16
+"""Rounds whose terms are encoded together. More read the components less often, but then some rounds
+wait for the processor. Narrow wires, which leave it little idle, do better with more (measured)."""
 
 
 def is_native(wire: Wire) -> bool:
@@ -99,45 +105,26 @@ class _Tile(NamedTuple):
 class _Encoder:
     """What rank ``position`` of the ring multiplies with, as tensors.
 
-    On a wire as precise as the buffer the local arithmetic would add more error than the wire: each
-    rounding of a contribution stays in its chain until the end, and an ill-conditioned decoder
-    amplifies those of its products. ``precise`` then asks for products in fp64.
+    A family passes in its *rows*, numbered from 0; rows from ``early`` on bring complete messages.
     """
 
-    def __init__(
-        self, code: Code, position: int, like: torch.Tensor, own: Own, precise: bool
-    ) -> None:
+    def __init__(self, code: Code, position: int, like: torch.Tensor, own: Own) -> None:
         self.code, self.position = code, position
         table = code.rank_table(position)
-        late = np.zeros_like(table)
-        late[code.ranks :] = table[: len(table) - code.ranks]
-        change = table - late  # V[t] - V[t-N]
         decoders = code.rank_decoders(position, own)
-
-        encoding = torch.float64 if precise else like.dtype
-        harmless = code.condition_number <= _HARMLESS_CONDITION
-        decoding = torch.float64 if precise and not harmless else like.dtype
-
-        def tensor(values: Any, dtype: torch.dtype) -> torch.Tensor:
-            return torch.tensor(values, dtype=dtype, device=like.device)
-
-        self.rounds: list[list[int]] = []  # [family] rounds in which it passes here
+        self.rounds: list[list[int]] = []  # [family] in which it passes here
         self.complete: list[list[int]] = []  # those that are decoded
-        self.change: list[torch.Tensor] = []  # (rounds, q): added on the way
+        self.table: list[torch.Tensor] = []  # (rows, q): V[t]
         self.decoder: list[torch.Tensor] = []  # (q, q)
-        self.correction: list[torch.Tensor] = []  # (q, q): I - D V, for the own exact term
         for family in range(1 if code.shared else code.ranks):
             residue = (position - family) % code.ranks
             first, step = (0, 1) if code.shared else (residue, code.ranks)
-            rounds = list(range(first, code.rounds + 1, step))
-            complete = list(code.receive_rounds(residue))
-            decoder = decoders[0 if code.shared else residue]
-            self.rounds.append(rounds)
-            self.complete.append(complete)
-            self.change.append(tensor(change[rounds], encoding))
-            self.decoder.append(tensor(decoder, decoding))
-            correction = np.eye(len(decoder)) - decoder @ table[complete]
-            self.correction.append(tensor(correction, decoding))
+            self.rounds.append(list(range(first, code.rounds + 1, step)))
+            self.complete.append(list(code.receive_rounds(residue)))
+            self.table.append(_tensor(table[self.rounds[-1]], like, like.dtype))
+            self.decoder.append(_tensor(decoders[0 if code.shared else residue], like, like.dtype))
+        # Rows from the term of one pass to that of the next: one, or N where all rounds count.
+        self.back = code.ranks if code.shared else 1
 
     def family(self, round: int) -> int:
         """Return the family of the message that passes here in ``round``."""
@@ -150,6 +137,26 @@ class _Encoder:
     def early(self, family: int) -> int:
         """Return how many messages of a family pass before the first complete one."""
         return len(self.rounds[family]) - len(self.complete[family])
+
+    def shift(self, family: int) -> int:
+        """Return 1 if a complete message passes before there is a term to take out, else 0."""
+        return self.back - self.early(family)
+
+    @property
+    def slot_counts(self) -> list[int]:
+        """Slots of each family: one for each term, and that before the first if it is needed."""
+        return [len(rounds) + self.shift(f) for f, rounds in enumerate(self.rounds)]
+
+    def changes(self, family: int, like: torch.Tensor) -> torch.Tensor:
+        """Return V[t] - V[t-N], shape (rows, q), in fp64 or the dtype of ``like`` if that is it."""
+        table = self.code.rank_table(self.position)
+        late = np.zeros_like(table)
+        late[self.code.ranks :] = table[: len(table) - self.code.ranks]
+        return _tensor((table - late)[self.rounds[family]], like, torch.float64)
+
+
+def _tensor(values: Any, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype, device=like.device)
 
 
 class _Product:
@@ -177,57 +184,132 @@ class _Product:
             return block
         return self.room(which, tuple(block.shape), dtype).copy_(block)
 
-    def __call__(
-        self, matrix: torch.Tensor, block: torch.Tensor, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return ``matrix @ block``: in ``out``, or in scratch and valid until the next product."""
-        if out is not None and out.dtype == matrix.dtype == block.dtype:
-            return torch.mm(matrix, block, out=out)
-        room = self.room(0, (matrix.shape[0], block.shape[1]), matrix.dtype)
-        product = torch.mm(matrix, self.widened(1, block, matrix.dtype), out=room)
-        return product if out is None else out.copy_(product)
+    def __call__(self, matrix: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+        """Return ``matrix @ block``, valid until the next product."""
+        out = self.room(0, (matrix.shape[0], block.shape[1]), matrix.dtype)
+        return torch.mm(matrix, self.widened(1, block, matrix.dtype), out=out)
+
+
+class _Worker:
+    """Does jobs one after the other, in a thread beside the one that exchanges messages.
+
+    Products release Python's lock, so messages go on while a family is encoded or decoded: done
+    between two messages, that would stall the whole ring. On a GPU, where a job is only launched,
+    it is done at once, in the caller's stream.
+    """
+
+    def __init__(self, device: torch.device, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.busy_s = 0.0
+        self.jobs: list[Future[None]] = []
+        self.pool: ThreadPoolExecutor | None = None
+        if device.type == "cpu":
+            self.pool = ThreadPoolExecutor(
+                1, "taciturn-codec", _be_a_worker, (torch.get_num_threads(),)
+            )
+
+    def submit(self, job: Callable[..., None], *arguments: Any) -> Future[None] | None:
+        """Have ``job`` done; None if it is done already."""
+        if self.pool is None:
+            job(*arguments)
+            return None
+        future = self.pool.submit(self._timed, job, arguments)
+        self.jobs.append(future)
+        return future
+
+    def _timed(self, job: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        start = time.perf_counter()
+        job(*arguments)
+        self.busy_s += time.perf_counter() - start
+
+    def wait(self, future: Future[None] | None) -> None:
+        """Wait until a job is done. The ledger counts the worker's seconds, not these."""
+        if future is not None:
+            start = time.perf_counter()
+            future.result()
+            self.ledger.codec_s -= time.perf_counter() - start
+
+    def finish(self) -> None:
+        """Wait for all jobs; raise the first error."""
+        for job in self.jobs:
+            self.wait(job)
+        self.ledger.codec_s += self.busy_s
+
+    def close(self) -> None:
+        """End the thread, also after a failure."""
+        if self.pool is not None:
+            self.pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _be_a_worker(threads: int) -> None:
+    """Set up a codec thread: as many cores as its owner may use, but messages come first."""
+    torch.set_num_threads(threads)  # a new thread would take all cores
+    if sys.platform == "linux":
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
 class _Messages:
-    """The buffers in which messages travel, by segment: two to receive into, two to send from."""
+    """The buffers in which messages travel, by segment; on a native wire plain numbers."""
 
-    def __init__(self, wire: Wire, lengths: list[int], like: torch.Tensor) -> None:
+    def __init__(self, wire: Wire, lengths: list[int], like: torch.Tensor, departures: int) -> None:
         self.wire = wire
         self.native = is_native(wire)
         if self.native:
-            self.plain = [[like.new_empty(n) for n in lengths] for _ in range(2)]
+            self.plain = [[like.new_empty(n) for n in lengths] for _ in range(2 + departures)]
         else:
-            made = [[wire.message(n) for n in lengths] for _ in range(4)]
-            self.arrivals, self.departures = made[:2], made[2:]
+            self.coded = [[wire.message(n) for n in lengths] for _ in range(4)]
 
     def place(self, round: int, segment: int) -> torch.Tensor:
         """Return where the message of ``round`` is received."""
         if self.native:
             return self.plain[round % 2][segment]
-        return self.arrivals[round % 2][segment].data
+        return self.coded[round % 2][segment].data
+
+    def arrived(self, round: int, segment: int, values: torch.Tensor) -> torch.Tensor:
+        """Return what ``round`` brought, decoded into ``values`` where it must be."""
+        if self.native:
+            return self.plain[round % 2][segment]
+        self.wire.decode(self.coded[round % 2][segment], values)
+        return values
 
     def outgoing(self, round: int, segment: int, values: torch.Tensor) -> torch.Tensor:
         """Return the message of ``round`` with these values: themselves on a native wire."""
         if self.native:
             return values
-        message = self.departures[round % 2][segment]
+        message = self.coded[2 + round % 2][segment]
         self.wire.encode(values, message)
         return message.data
 
-    def add(self, round: int, segment: int, values: torch.Tensor) -> None:
-        """Add what ``round`` brought to ``values`` in place."""
+    def sum(
+        self, round: int, segment: int, one: torch.Tensor, two: torch.Tensor, room: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the message of ``round`` with one + two, formed in ``room`` where it is coded."""
         if self.native:
-            values.add_(self.plain[round % 2][segment])
-        else:
-            self.wire.accumulate(self.arrivals[round % 2][segment], values)
+            return torch.add(one, two, out=self.plain[2 + round % 2][segment])
+        return self.outgoing(round, segment, torch.add(one, two, out=room))
 
 
-class CodedChain(Chain):
-    """The contributions of a family are encoded by matrix products of a few rounds at once.
+class _Decoded(Chain):
+    """A chain after whose rounds something is left to do."""
 
-    The contribution of a round becomes the message forwarded after it, M_t = R_t + (V[t] - V[t-N])
-    g, by adding what was received: L + 1 slots. Decoding takes the own term out of it again and
-    adds the own components exactly: D M + (I - D V) g.
+    @abstractmethod
+    def finish(self) -> None:
+        """Finish decoding and put the padded families back, after the last round."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free what the chain holds, whether it finished or not."""
+
+
+class CodedChain(_Decoded):
+    """A worker encodes contributions before they are needed and decodes what is complete.
+
+    The rank's terms P_t = V[t] . g are formed once. When round t brings R_t, its own term of the
+    pass before is taken out, X_t = R_t - P_(t-N), and that of this pass added, X_t + P_t, which is
+    forwarded. What was added is taken out again bit for bit, so that roundings of the terms do not
+    add up over the passes. A complete X_t holds the other ranks; the sum is g + D X. X_t takes the
+    slot of P_(t-N), so L + 2 slots are enough.
     """
 
     def __init__(
@@ -239,40 +321,87 @@ class CodedChain(Chain):
         position: int,
         segments: int,
         memory: torch.Tensor,
+        ledger: Ledger,
     ) -> None:
         self.layout, self.flat = layout, flat
-        self.encoder = _Encoder(code, position, flat, "exact", precise=is_native(wire))
+        self.encoder = _Encoder(code, position, flat, "exact")
         self.product = _Product(flat)
         self.pieces = bounds(layout.length, segments)
         self.families, self.rest = layout.stretches(flat)
-        self.messages = _Messages(wire, [b - a for a, b in self.pieces], flat)
+        lengths = [stop - start for start, stop in self.pieces]
+        self.messages = _Messages(wire, lengths, flat, departures=2)
+        self.values = [flat.new_empty(0 if self.messages.native else n) for n in lengths]
+        self.rows_at_once = _ROWS_AT_ONCE if self.messages.native else _NARROW_ROWS_AT_ONCE
         self.slots = self._cut(memory)
+        self.worker = _Worker(flat.device, ledger)
+        self.coming: dict[tuple[int, int], Future[None] | None] = {}
+        self.decoded: dict[tuple[int, int], int] = {}  # rows below this one
+        for visit in range(1 if code.shared else code.ranks):
+            for segment in range(segments):
+                self.encode_ahead(self.encoder.family(visit), segment, 0)
 
     def _cut(self, memory: torch.Tensor) -> list[list[torch.Tensor]]:
-        """Cut the memory of the slots into [family][segment], shape (rounds, s) each."""
+        """Cut the memory into slots [family][segment], shape (rows, s) each.
+
+        A family's first slot is that of the term before its first, zero, if a complete message
+        takes its place.
+        """
         slots, taken = [], 0
-        for rounds in self.encoder.rounds:
-            shapes = [(len(rounds), stop - start) for start, stop in self.pieces]
+        for rows in self.encoder.slot_counts:
+            shapes = [(rows, stop - start) for start, stop in self.pieces]
             sizes = [rows * length for rows, length in shapes]
             parts = memory[taken : taken + sum(sizes)].split(sizes)
             slots.append([part.view(shape) for part, shape in zip(parts, shapes, strict=True)])
             taken += sum(sizes)
         return slots
 
-    def slot(self, round: int, segment: int) -> torch.Tensor:
-        """Return the contribution of ``round``, which becomes its forwarded message."""
-        family, row = self.encoder.family(round), self.encoder.row(round)
-        slots = self.slots[family][segment]
-        if row % _ROWS_AT_ONCE == 0:
-            rows = slice(row, row + _ROWS_AT_ONCE)
-            change = self.encoder.change[family][rows]
-            for where, block in self.layout.tiles(self.families[family], self.pieces[segment]):
-                self.product(change, block, slots[rows, where])
-        return slots[row]
+    def starts(self, family: int, row: int) -> bool:
+        """Say whether terms are encoded from this row on: families take turns."""
+        return row == 0 or (row + family) % self.rows_at_once == 0
+
+    def encode_ahead(self, family: int, segment: int, row: int) -> None:
+        """Have the terms formed that are needed from ``row`` on."""
+        stop, last = row + 1, len(self.encoder.rounds[family])
+        while stop < last and not self.starts(family, stop):
+            stop += 1
+        self.coming[family, segment] = self.worker.submit(
+            self.encode, family, segment, slice(row, stop)
+        )
+        if stop == last:  # the components are not needed as such any more
+            self.decode_below(family, segment, row)
+
+    def decode_below(self, family: int, segment: int, row: int) -> None:
+        """Have the complete messages of the rows below ``row`` decoded, if they are not yet."""
+        first = self.decoded.get((family, segment), self.encoder.early(family))
+        if row > first:
+            self.worker.submit(self.decode, family, segment, slice(first, row))
+            self.decoded[family, segment] = row
+
+    def encode(self, family: int, segment: int, rows: slice) -> None:
+        """Form the terms of some rounds of a family."""
+        shift = self.encoder.shift(family)
+        slots = self.slots[family][segment][rows.start + shift : rows.stop + shift]
+        table = self.encoder.table[family][rows]
+        for where, block in self.layout.tiles(self.families[family], self.pieces[segment]):
+            torch.mm(table, block, out=slots[:, where])
+
+    def decode(self, family: int, segment: int, rows: slice) -> None:
+        """Add what complete messages tell of the other ranks to the components."""
+        encoder = self.encoder
+        early, back = encoder.early(family), encoder.back - encoder.shift(family)
+        slots = self.slots[family][segment][rows.start - back : rows.stop - back]  # (r, s)
+        decoder = encoder.decoder[family][:, rows.start - early : rows.stop - early]  # (q, r)
+        for where, block in self.layout.tiles(self.families[family], self.pieces[segment]):
+            block.addmm_(decoder, slots[:, where])
 
     @override
     def first(self, segment: int) -> torch.Tensor:
-        return self.messages.outgoing(1, segment, self.slot(0, segment))
+        family = self.encoder.family(0)
+        self.worker.wait(self.coming.pop((family, segment)))
+        term = self.slots[family][segment][self.encoder.shift(family)]
+        message = self.messages.outgoing(1, segment, term)
+        self.settle(0, segment)  # the own family has passed for the first time
+        return message
 
     @override
     def place(self, round: int, segment: int) -> torch.Tensor:
@@ -280,31 +409,41 @@ class CodedChain(Chain):
 
     @override
     def handle(self, round: int, segment: int) -> torch.Tensor:
-        slot = self.slot(round, segment)
-        self.messages.add(round, segment, slot)
-        if round == self.encoder.code.rounds:
-            return slot
-        return self.messages.outgoing(round + 1, segment, slot)
+        encoder, messages = self.encoder, self.messages
+        family, row = encoder.family(round), encoder.row(round)
+        if self.starts(family, row):
+            self.worker.wait(self.coming.pop((family, segment)))
+        slots, shift = self.slots[family][segment], encoder.shift(family)
+        others = messages.arrived(round, segment, self.values[segment])
+        before = row - encoder.back + shift  # slot of the own term of the pass before
+        if before == 0 and shift:
+            others = slots[0].copy_(others)  # there is none yet
+        elif before >= 0:
+            others = torch.sub(others, slots[before], out=slots[before])
+        if round == encoder.code.rounds:
+            return others
+        return messages.sum(round + 1, segment, others, slots[row + shift], self.values[segment])
 
     @override
     def settle(self, round: int, segment: int) -> None:
         encoder = self.encoder
-        family = encoder.family(round)
-        if round != encoder.complete[family][-1]:
-            return
-        slots = self.slots[family][segment][encoder.early(family) :]  # (q, s)
-        decoder, correction = encoder.decoder[family], encoder.correction[family]
-        for where, block in self.layout.tiles(self.families[family], self.pieces[segment]):
-            total = self.product(correction, block)
-            messages = self.product.widened(1, slots[:, where], decoder.dtype)
-            block.copy_(total.addmm_(decoder, messages))
+        family, row = encoder.family(round), encoder.row(round) + 1
+        if row == len(encoder.rounds[family]):
+            self.decode_below(family, segment, row)
+        elif self.starts(family, row):
+            self.encode_ahead(family, segment, row)
 
+    @override
     def finish(self) -> None:
-        """Put the padded families back."""
+        self.worker.finish()
         self.layout.write_back(self.flat, self.rest)
 
+    @override
+    def close(self) -> None:
+        self.worker.close()
 
-class InPlaceChain(Chain):
+
+class InPlaceChain(_Decoded):
     """The same within the buffer: two message buffers beside it, however many passes.
 
     The first time a family passes, its complete contributions are encoded in place of its
@@ -322,22 +461,26 @@ class InPlaceChain(Chain):
         wire: Wire,
         position: int,
         segments: int,
-        memory: torch.Tensor,  # noqa: ARG002 - the buffer itself is the memory
     ) -> None:
         self.layout, self.flat = layout, flat
-        self.encoder = _Encoder(code, position, flat, "fresh", precise=is_native(wire))
+        self.encoder = _Encoder(code, position, flat, "fresh")
+        # Here terms of all passes are kept as changes, whose roundings stay in the chain: on a wire
+        # as precise as the buffer they would outweigh the wire's if the products were not in fp64.
+        dtype = torch.float64 if is_native(wire) else flat.dtype
+        families = range(len(self.encoder.rounds))
+        self.changes = [self.encoder.changes(f, flat).to(dtype) for f in families]
         self.product = _Product(flat)
         self.pieces = bounds(layout.length, segments)
         self.families, self.rest = layout.stretches(flat)
         lengths = [b - a for a, b in self.pieces]
-        self.messages = _Messages(wire, lengths, flat)
+        self.messages = _Messages(wire, lengths, flat, departures=0)
         self.values = [flat.new_empty(0 if self.messages.native else n) for n in lengths]
 
     def contribute(self, round: int, segment: int, values: torch.Tensor) -> None:
         """Add the contribution of ``round`` to ``values``; keep a complete message in its slot."""
         encoder, family = self.encoder, self.encoder.family(round)
         row, early = encoder.row(round), encoder.early(family)
-        change = encoder.change[family]
+        change = self.changes[family]
         for where, block in self.layout.tiles(self.families[family], self.pieces[segment]):
             if row < early:
                 values[where] += self.product(change[row : row + 1], block)[0]
@@ -349,7 +492,7 @@ class InPlaceChain(Chain):
 
     @override
     def first(self, segment: int) -> torch.Tensor:
-        values = self.room(0, segment)
+        values = self.messages.plain[0][segment] if self.messages.native else self.values[segment]
         values.zero_()
         self.contribute(0, segment, values)
         return self.messages.outgoing(1, segment, values)
@@ -360,20 +503,11 @@ class InPlaceChain(Chain):
 
     @override
     def handle(self, round: int, segment: int) -> torch.Tensor:
-        values = self.room(round, segment)
-        if not self.messages.native:
-            values.zero_()
-            self.messages.add(round, segment, values)
+        values = self.messages.arrived(round, segment, self.values[segment])
         self.contribute(round, segment, values)
         if round == self.encoder.code.rounds:
             return values
         return self.messages.outgoing(round + 1, segment, values)
-
-    def room(self, round: int, segment: int) -> torch.Tensor:
-        """Return where the message of ``round`` is worked on: on a native wire where it arrived."""
-        if self.messages.native:
-            return self.messages.plain[round % 2][segment]
-        return self.values[segment]
 
     @override
     def settle(self, round: int, segment: int) -> None:
@@ -383,6 +517,10 @@ class InPlaceChain(Chain):
         for _, block in self.layout.tiles(self.families[family], self.pieces[segment]):
             block.copy_(self.product(encoder.decoder[family], block))
 
+    @override
     def finish(self) -> None:
-        """Put the padded families back."""
         self.layout.write_back(self.flat, self.rest)
+
+    @override
+    def close(self) -> None:
+        pass  # all was done in the rounds

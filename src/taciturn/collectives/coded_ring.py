@@ -203,21 +203,28 @@ class CodedRing(Collective):
         layout = Layout(code, flat.numel(), self.inplace)
         segments = self._segments(layout, wire)
         work = flat if flat.dtype == wire.compute else flat.to(wire.compute)
-        chain_type = InPlaceChain if self.inplace else CodedChain
-        chain = chain_type(
-            code, layout, work, wire, position, segments, self._memory_for(code, layout, work)
-        )
-        run_rounds(
-            chain, transport, code.rounds, segments, successor, predecessor, frugal=self.inplace
-        )
+        chain: CodedChain | InPlaceChain
+        if self.inplace:
+            chain = InPlaceChain(code, layout, work, wire, position, segments)
+        else:
+            memory = self._memory_for(code, layout, work)
+            ledger = transport.ledger
+            chain = CodedChain(code, layout, work, wire, position, segments, memory, ledger)
+        try:
+            run_rounds(
+                chain, transport, code.rounds, segments, successor, predecessor, frugal=self.inplace
+            )
+            with transport.ledger.codec():
+                chain.finish()
+        finally:
+            chain.close()
         with transport.ledger.codec():
-            chain.finish()
             if work is not flat:
                 flat.copy_(work)
 
     def _memory_for(self, code: Code, layout: Layout, work: torch.Tensor) -> torch.Tensor:
-        """Return memory for L + 1 slots, kept from call to call: new memory costs page faults."""
-        numel = 0 if self.inplace else (code.rounds + 1) * layout.length
+        """Return memory for L + 2 slots, kept from call to call: new memory costs page faults."""
+        numel = (code.rounds + 2) * layout.length
         memory = self._memory
         if (
             memory is None
@@ -249,7 +256,7 @@ class CodedRing(Collective):
         messages, nbytes = header_cost(2 if self.shuffle else 1)
         slot = layout.length * wire.compute.itemsize
         native = is_native(wire)
-        slots = 2 if self.inplace else code.rounds + 1 + 2 * native
+        slots = (2 if native else 1) if self.inplace else code.rounds + 2 + (4 if native else 1)
         codes = 0 if native else 4 * sum(wire.nbytes(length) for length in lengths)
         return Cost(
             rounds=code.rounds,
