@@ -34,8 +34,8 @@ TILE_ELEMS = 1 << 16
 such tiles run at twice the time of a memcpy; smaller ones pay for the calls (measured)."""
 
 _ROWS_AT_ONCE, _NARROW_ROWS_AT_ONCE = 4, 16
-"""Rounds whose terms are encoded together. More read the components less often, but then some rounds
-wait for the processor. Narrow wires, which leave it little idle, do better with more (measured)."""
+"""Rounds whose terms are encoded together. More read the components less often, but then some
+rounds wait for the processor. Narrow wires, which leave it little idle, do better with more."""
 
 
 def is_native(wire: Wire) -> bool:
