@@ -25,7 +25,7 @@ TORCH_FREE = [
     "taciturn",
     "taciturn.cli",
     "taciturn.collectives",
-    "taciturn.collectives.code_choice",
+    "taciturn.collectives.codes.choice",
     "taciturn.collectives.codes",
     "taciturn.errors",
     "taciturn.grammar",

@@ -23,9 +23,8 @@ import torch
 from typing_extensions import override
 
 from taciturn.collectives.base import Collective, Cost, bounds, header_cost, real_numel
-from taciturn.collectives.code_choice import choose
 from taciturn.collectives.coded_chain import CodedChain, InPlaceChain, Layout, is_native
-from taciturn.collectives.codes import Code, design, rounding_of
+from taciturn.collectives.codes import Code, choose, design, rounding_of
 from taciturn.collectives.pipeline import run_rounds, segments_for
 from taciturn.collectives.quantized_ring import QuantizedRing, call_seed, counter_from
 from taciturn.collectives.ring import Ring, check_segments, ring_neighbours

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from code_simulator import WIRES, all_reduce, bf16, blocks, fp16, fp32, gaussian
-from taciturn.collectives.code_errors import CodeErrors, rounding_of
 from taciturn.collectives.codes import design
+from taciturn.collectives.codes.errors import CodeErrors, rounding_of
 from taciturn.errors import CodeError
 
 ROUNDINGS = {

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from taciturn.collectives.codes import EPS_GRID, Code, CodeErrors, design
+from taciturn.collectives.codes.constructions import EPS_GRID, design
+from taciturn.collectives.codes.errors import CodeErrors
+from taciturn.collectives.codes.model import Code
 from taciturn.errors import CodeError
 
 __all__ = ["Choice", "choose"]

@@ -14,9 +14,9 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from taciturn.collectives import code_decoding
-from taciturn.collectives.code_errors import CodeErrors, expected_in_chains, expected_shared
-from taciturn.collectives.code_tables import Shape
+from taciturn.collectives.codes import decoding
+from taciturn.collectives.codes.errors import CodeErrors, expected_in_chains, expected_shared
+from taciturn.collectives.codes.tables import Shape
 from taciturn.errors import CodeError
 
 __all__ = ["Code", "Own"]
@@ -34,7 +34,7 @@ class Code:
     components, and a rank decodes its c complete messages of all chains at once.
 
     Law: for centred decoding of a shift-invariant table (every built-in one) the mean over
-    ranks is exact, and so is each replica of what all ranks have in common (tests/test_codes.py).
+    ranks is exact, and so is each replica of what all ranks share (test_codes_constructions.py).
 
     Attributes:
         name: key in ``CODES``.
@@ -47,7 +47,7 @@ class Code:
         orthonormal: whether the columns were orthonormalised (times sqrt(L + 1)).
         eps: nearness of the nodes, None where the code has none.
         stretch: of the Fourier code's frequencies; 1 elsewhere.
-        shape: of the optimized code's generator, see ``code_tables``; None elsewhere.
+        shape: of the optimized code's generator, see ``codes.tables``; None elsewhere.
         turns: for "roots" nodes only: rank k turns each pair of components by ``turns k / ranks``
             of a circle before it encodes and back after it decodes. One integer a column, 0
             where nothing turns, +j and -j for a pair, ranks / 2 for a change of sign.
@@ -137,9 +137,9 @@ class Code:
         if own not in self._decoders:
             each = [self.contributions(w, own) for w in self.residues]
             if self.decode == "centred":
-                stack = np.stack([code_decoding.centred(v)[0] for v in each])
+                stack = np.stack([decoding.centred(v)[0] for v in each])
             else:
-                stack = np.stack([code_decoding.least_squares(v) for v in each])
+                stack = np.stack([decoding.least_squares(v) for v in each])
             stack.flags.writeable = False
             self._decoders[own] = stack
         return self._decoders[own]
@@ -150,7 +150,7 @@ class Code:
 
         That mean is the matrix which centred decoding inverts; it is stated for least squares too.
         """
-        return max(code_decoding.centred(self.contributions(w))[1] for w in self.residues)
+        return max(decoding.centred(self.contributions(w))[1] for w in self.residues)
 
     def rank_table(self, rank: int) -> Array:
         """The table that ``rank`` encodes with: ``table``, turned by the rank for "roots" nodes."""

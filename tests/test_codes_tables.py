@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from taciturn.collectives import code_tables as tables
-from taciturn.collectives.code_tables import Shape
+from taciturn.collectives.codes import tables
+from taciturn.collectives.codes.tables import Shape
 
 SHIFTED = {
     "polynomial": tables.polynomial(5, 3, 0.3, False),

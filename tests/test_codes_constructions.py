@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from code_simulator import all_reduce, gaussian
-from taciturn.collectives import codes as codes_module
 from taciturn.collectives.codes import CODES, Code, design, rounding_of
+from taciturn.collectives.codes import constructions as codes_module
 from taciturn.errors import CodeError
 
 CHAIN_CODES = [name for name in CODES if name != "vandermonde"]
@@ -442,7 +442,7 @@ def test_codes_are_numbers_not_tensors() -> None:
     """Importing the codes does not import torch."""
     program = (
         "import sys; sys.modules['torch'] = None\n"
-        "from taciturn.collectives import code_choice, codes\n"
+        "from taciturn.collectives import codes\n"
         "print(codes.design('fourier', 8, 16).rounds)"
     )
     done = subprocess.run(

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from taciturn.collectives.code_choice import Choice, choose
-from taciturn.collectives.code_errors import rounding_of
 from taciturn.collectives.codes import design
+from taciturn.collectives.codes.choice import Choice, choose
+from taciturn.collectives.codes.errors import rounding_of
 from taciturn.errors import CodeError
 
 

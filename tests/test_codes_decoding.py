@@ -5,7 +5,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from taciturn.collectives.code_decoding import centred, least_squares
+from taciturn.collectives.codes.decoding import centred, least_squares
 from taciturn.errors import CodeError
 
 

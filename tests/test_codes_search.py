@@ -5,16 +5,15 @@ from dataclasses import replace
 
 import pytest
 
-from taciturn.collectives import code_tables
-from taciturn.collectives.code_errors import rounding_of
-from taciturn.collectives.code_search import search_shape
-from taciturn.collectives.codes import Code, design
+from taciturn.collectives.codes import Code, design, tables
+from taciturn.collectives.codes.errors import rounding_of
+from taciturn.collectives.codes.search import search_shape
 
 
-def error(ranks: int, passes: int, shape: code_tables.Shape, rounding: float) -> float:
+def error(ranks: int, passes: int, shape: tables.Shape, rounding: float) -> float:
     code = Code(
         name="optimized", ranks=ranks, passes=passes, components=ranks * passes, shared=False,
-        table=code_tables.tridiagonal(ranks, passes, shape),
+        table=tables.tridiagonal(ranks, passes, shape),
     )  # fmt: skip
     return code.expected(rounding).replica_error
 

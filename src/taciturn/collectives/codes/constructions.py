@@ -29,22 +29,13 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from taciturn.collectives import code_tables
-from taciturn.collectives.code_errors import CodeErrors, rounding_of
-from taciturn.collectives.code_model import Code, Own
-from taciturn.collectives.code_search import search_shape
+from taciturn.collectives.codes import tables
+from taciturn.collectives.codes.errors import rounding_of
+from taciturn.collectives.codes.model import Code
+from taciturn.collectives.codes.search import search_shape
 from taciturn.errors import CodeError
 
-__all__ = [
-    "CODES",
-    "EPS_GRID",
-    "Code",
-    "CodeErrors",
-    "CodeSpec",
-    "Own",
-    "design",
-    "rounding_of",
-]
+__all__ = ["CODES", "EPS_GRID", "CodeSpec", "design"]
 
 Array: TypeAlias = NDArray[np.float64]
 
@@ -220,18 +211,18 @@ def _build(request: _Request) -> Code:
     if p == 1:
         return _chains(r, np.ones((2 * n - 1, 1)))
     if r.code == "fourier":
-        table = code_tables.fourier(n, p, r.stretch, bool(r.orthonormal))
+        table = tables.fourier(n, p, r.stretch, bool(r.orthonormal))
         return _chains(r, table, orthonormal=bool(r.orthonormal), stretch=r.stretch)
     if r.code == "optimized":
         return _optimized(r)
-    family = code_tables.polynomial if r.code == "polynomial" else code_tables.clustered
+    family = tables.polynomial if r.code == "polynomial" else tables.clustered
 
     def near(eps: float) -> Code:
         table = family(n, p, eps, bool(r.orthonormal))
         return _chains(r, table, orthonormal=bool(r.orthonormal), eps=eps)
 
     if r.code == "polynomial" and r.orthonormal is not False and r.eps is None:
-        scaled = _chains(r, code_tables.polynomial(n, p, 1.0, True), orthonormal=True)
+        scaled = _chains(r, tables.polynomial(n, p, 1.0, True), orthonormal=True)
         return scaled if r.orthonormal else min(_best(r, near), scaled, key=_error_on(r))
     return _best(r, near) if r.eps is None else near(r.eps)
 
@@ -243,7 +234,7 @@ def _chains(
     orthonormal: bool = False,
     eps: float | None = None,
     stretch: float = 1.0,
-    shape: code_tables.Shape | None = None,
+    shape: tables.Shape | None = None,
 ) -> Code:
     """The code in chains with this table."""
     return Code(
@@ -268,9 +259,9 @@ def _vandermonde(request: _Request) -> Code:
     eps = 0.01 if request.eps is None else request.eps
     turns: tuple[int, ...] | None = None
     if request.nodes == "roots":
-        table, turns = code_tables.near_roots(n, c, eps)
+        table, turns = tables.near_roots(n, c, eps)
     else:
-        table = code_tables.near_one(n, c, eps)
+        table = tables.near_one(n, c, eps)
     return Code(
         name="vandermonde",
         ranks=n,
@@ -317,7 +308,7 @@ def _optimized(request: _Request) -> Code:
     shape = search_shape(max(n, 2), p, request.rounding, bound)
     code = None
     if shape is not None:
-        code = _chains(request, code_tables.tridiagonal(n, p, shape), shape=shape)
+        code = _chains(request, tables.tridiagonal(n, p, shape), shape=shape)
     if code is None or code.condition_number > bound:
         raise CodeError(
             f"no optimized code for {n} ranks and {p} passes was found with a condition number <= "

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.linalg import expm
 
-from taciturn.collectives import code_decoding
-from taciturn.collectives.code_errors import gain_of_errors, rounded_energy
-from taciturn.collectives.code_tables import Shape, generator
+from taciturn.collectives.codes import decoding
+from taciturn.collectives.codes.errors import gain_of_errors, rounded_energy
+from taciturn.collectives.codes.tables import Shape, generator
 from taciturn.errors import CodeError
 
 __all__ = ["search_shape"]
@@ -113,7 +113,7 @@ def _replica_error(
         rounds = tuple(range(w if w == ranks - 1 else w + ranks, len(table), ranks))[:passes]
         contributions = table[np.asarray(rounds)[None, :] - hops[:, None]]
         try:
-            decoder, condition = code_decoding.centred(contributions)
+            decoder, condition = decoding.centred(contributions)
         except CodeError:
             return math.inf
         if not condition <= condition_bound:
