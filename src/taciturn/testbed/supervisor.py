@@ -29,7 +29,7 @@ from taciturn.errors import TaciturnError
 from taciturn.testbed import namespaces
 from taciturn.testbed.namespaces import Network, Plan
 
-__all__ = ["EXITED_KEY", "main"]
+__all__ = ["EXITED_KEY", "Supervisor", "hold_store", "main"]
 
 EXITED_KEY = "taciturn/exited/{rank}"
 """In the store: the exit status of each rank that ended with an error, or minus its signal."""
