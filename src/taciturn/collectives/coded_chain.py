@@ -110,20 +110,21 @@ class _Encoder:
 
     def __init__(self, code: Code, position: int, like: torch.Tensor, own: Own) -> None:
         self.code, self.position = code, position
-        table, decoders = code.rank_table(position), code.rank_decoders(position, own)
+        table = code.rank_table(position)
+        decoders = code.rank_decoders(position, own)
         self.rounds: list[list[int]] = []  # [family] in which it passes here
         self.complete: list[list[int]] = []  # those that are decoded
-        self.decoder: list[torch.Tensor] = []  # (q, q): D
-        self.correction: list[torch.Tensor] = []  # (q, q): I - D V
+        self.table: list[torch.Tensor] = []  # (rows, q): V[t]
+        self.decoder: list[torch.Tensor] = []  # (q, q)
         for family in range(1 if code.shared else code.ranks):
             residue = (position - family) % code.ranks
             first, step = (0, 1) if code.shared else (residue, code.ranks)
             self.rounds.append(list(range(first, code.rounds + 1, step)))
             self.complete.append(list(code.receive_rounds(residue)))
-            decoder = decoders[0 if code.shared else residue]
-            correction = np.eye(len(decoder)) - decoder @ table[self.complete[-1]]
-            self.decoder.append(_tensor(decoder, like, like.dtype))
-            self.correction.append(_tensor(correction, like, like.dtype))
+            self.table.append(_tensor(table[self.rounds[-1]], like, like.dtype))
+            self.decoder.append(_tensor(decoders[0 if code.shared else residue], like, like.dtype))
+        # Rows from the term of one pass to that of the next: one, or N where all rounds count.
+        self.back = code.ranks if code.shared else 1
 
     def family(self, round: int) -> int:
         """Return the family of the message that passes here in ``round``."""
@@ -137,26 +138,25 @@ class _Encoder:
         """Return how many messages of a family pass before the first complete one."""
         return len(self.rounds[family]) - len(self.complete[family])
 
-    def changes(self, family: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return V[t] - V[t-N] of a family's rows, shape (rows, q)."""
+    def shift(self, family: int) -> int:
+        """Return 1 if a complete message passes before there is a term to take out, else 0."""
+        return self.back - self.early(family)
+
+    @property
+    def slot_counts(self) -> list[int]:
+        """Slots of each family: one for each term, and that before the first if it is needed."""
+        return [len(rounds) + self.shift(f) for f, rounds in enumerate(self.rounds)]
+
+    def changes(self, family: int, like: torch.Tensor) -> torch.Tensor:
+        """Return V[t] - V[t-N], shape (rows, q), in fp64 or the dtype of ``like`` if that is it."""
         table = self.code.rank_table(self.position)
         late = np.zeros_like(table)
         late[self.code.ranks :] = table[: len(table) - self.code.ranks]
-        return _tensor((table - late)[self.rounds[family]], like, dtype)
+        return _tensor((table - late)[self.rounds[family]], like, torch.float64)
 
 
 def _tensor(values: Any, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.tensor(values, dtype=dtype, device=like.device)
-
-
-def _changes(encoder: _Encoder, like: torch.Tensor, wire: Wire) -> list[torch.Tensor]:
-    """Return V[t] - V[t-N] by family.
-
-    The rounding of a contribution stays in its chain until the end. On a wire as precise as the
-    buffer the q roundings of a product in fp32 would outweigh the wire's, so it is done in fp64.
-    """
-    dtype = torch.float64 if is_native(wire) else like.dtype
-    return [encoder.changes(family, like, dtype) for family in range(len(encoder.rounds))]
 
 
 class _Product:
@@ -184,15 +184,10 @@ class _Product:
             return block
         return self.room(which, tuple(block.shape), dtype).copy_(block)
 
-    def __call__(
-        self, matrix: torch.Tensor, block: torch.Tensor, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return ``matrix @ block``: in ``out``, or in scratch and valid until the next product."""
-        if out is not None and out.dtype == matrix.dtype:
-            return torch.mm(matrix, block, out=out)
-        room = self.room(0, (matrix.shape[0], block.shape[1]), matrix.dtype)
-        product = torch.mm(matrix, self.widened(1, block, matrix.dtype), out=room)
-        return product if out is None else out.copy_(product)
+    def __call__(self, matrix: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+        """Return ``matrix @ block``, valid until the next product."""
+        out = self.room(0, (matrix.shape[0], block.shape[1]), matrix.dtype)
+        return torch.mm(matrix, self.widened(1, block, matrix.dtype), out=out)
 
 
 class _Worker:
@@ -257,11 +252,11 @@ def _be_a_worker(threads: int) -> None:
 class _Messages:
     """The buffers in which messages travel, by segment; on a native wire plain numbers."""
 
-    def __init__(self, wire: Wire, lengths: list[int], like: torch.Tensor) -> None:
+    def __init__(self, wire: Wire, lengths: list[int], like: torch.Tensor, departures: int) -> None:
         self.wire = wire
         self.native = is_native(wire)
         if self.native:
-            self.plain = [[like.new_empty(n) for n in lengths] for _ in range(2)]
+            self.plain = [[like.new_empty(n) for n in lengths] for _ in range(2 + departures)]
         else:
             self.coded = [[wire.message(n) for n in lengths] for _ in range(4)]
 
@@ -286,12 +281,34 @@ class _Messages:
         self.wire.encode(values, message)
         return message.data
 
-    def add(self, round: int, segment: int, values: torch.Tensor) -> None:
-        """Add what ``round`` brought to ``values`` in place."""
-        if self.native:
-            values.add_(self.plain[round % 2][segment])
+    def pass_on(
+        self,
+        round: int,
+        segment: int,
+        arrived: torch.Tensor,
+        stale: torch.Tensor | None,
+        term: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the message of ``round``: what arrived, with a new own term for the stale one.
+
+        ``stale`` becomes what the others said, arrived - stale. Either order of additions is right.
+        On a native wire the difference of the terms, which is small, is rounded, and the message
+        once; a narrow wire rounds far more, so there one addition is saved.
+        """
+        if stale is None:
+            total = torch.add(arrived, term, out=self.room(round, segment, arrived))
+        elif self.native:
+            total = torch.sub(term, stale, out=self.plain[2 + round % 2][segment])
+            total.add_(arrived)
+            torch.sub(arrived, stale, out=stale)
         else:
-            self.wire.accumulate(self.coded[round % 2][segment], values)
+            torch.sub(arrived, stale, out=stale)
+            total = torch.add(stale, term, out=arrived)
+        return self.outgoing(round, segment, total)
+
+    def room(self, round: int, segment: int, arrived: torch.Tensor) -> torch.Tensor:
+        """Return where the numbers of an outgoing message may be formed."""
+        return self.plain[2 + round % 2][segment] if self.native else arrived
 
 
 class _Decoded(Chain):
@@ -309,9 +326,11 @@ class _Decoded(Chain):
 class CodedChain(_Decoded):
     """A worker encodes contributions before they are needed and decodes what is complete.
 
-    The contribution of a round, (V[t] - V[t-N]) . g, becomes the message forwarded after it, R_t
-    plus it, in its own slot: L + 1 slots, and one rounding per hop. This message, M_t, holds the own term V[t] . g
-    too; decoding takes it out and adds the own components: g + D (M - V g) = (I - D V) g + D M.
+    The rank's terms P_t = V[t] . g are formed once. When round t brings R_t, its own term of the
+    pass before is taken out, X_t = R_t - P_(t-N), and that of this pass added, X_t + P_t, which is
+    forwarded. What was added is taken out again bit for bit, so that roundings of the terms do not
+    add up over the passes. A complete X_t holds the other ranks; the sum is g + D X. X_t takes the
+    slot of P_(t-N), so L + 2 slots are enough.
     """
 
     def __init__(
@@ -328,11 +347,11 @@ class CodedChain(_Decoded):
         self.layout, self.flat = layout, flat
         self.encoder = _Encoder(code, position, flat, "exact")
         self.product = _Product(flat)
-        self.changes = _changes(self.encoder, flat, wire)
         self.pieces = bounds(layout.length, segments)
         self.families, self.rest = layout.stretches(flat)
         lengths = [stop - start for start, stop in self.pieces]
-        self.messages = _Messages(wire, lengths, flat)
+        self.messages = _Messages(wire, lengths, flat, departures=2)
+        self.values = [flat.new_empty(0 if self.messages.native else n) for n in lengths]
         self.rows_at_once = _ROWS_AT_ONCE if self.messages.native else _NARROW_ROWS_AT_ONCE
         self.slots = self._cut(memory)
         self.worker = _Worker(flat.device, ledger)
@@ -343,10 +362,14 @@ class CodedChain(_Decoded):
                 self.encode_ahead(self.encoder.family(visit), segment, 0)
 
     def _cut(self, memory: torch.Tensor) -> list[list[torch.Tensor]]:
-        """Cut the memory into slots [family][segment], shape (rows, s) each."""
+        """Cut the memory into slots [family][segment], shape (rows, s) each.
+
+        A family's first slot is that of the term before its first, zero, if a complete message
+        takes its place.
+        """
         slots, taken = [], 0
-        for rounds in self.encoder.rounds:
-            shapes = [(len(rounds), stop - start) for start, stop in self.pieces]
+        for rows in self.encoder.slot_counts:
+            shapes = [(rows, stop - start) for start, stop in self.pieces]
             sizes = [rows * length for rows, length in shapes]
             parts = memory[taken : taken + sum(sizes)].split(sizes)
             slots.append([part.view(shape) for part, shape in zip(parts, shapes, strict=True)])
@@ -354,11 +377,11 @@ class CodedChain(_Decoded):
         return slots
 
     def starts(self, family: int, row: int) -> bool:
-        """Say whether contributions are encoded from this row on: families take turns."""
+        """Say whether terms are encoded from this row on: families take turns."""
         return row == 0 or (row + family) % self.rows_at_once == 0
 
     def encode_ahead(self, family: int, segment: int, row: int) -> None:
-        """Have the contributions formed that are needed from ``row`` on."""
+        """Have the terms formed that are needed from ``row`` on."""
         stop, last = row + 1, len(self.encoder.rounds[family])
         while stop < last and not self.starts(family, stop):
             stop += 1
@@ -376,34 +399,28 @@ class CodedChain(_Decoded):
             self.decoded[family, segment] = row
 
     def encode(self, family: int, segment: int, rows: slice) -> None:
-        """Form the contributions of some rounds of a family."""
-        slots, changes = self.slots[family][segment][rows], self.changes[family][rows]
+        """Form the terms of some rounds of a family."""
+        shift = self.encoder.shift(family)
+        slots = self.slots[family][segment][rows.start + shift : rows.stop + shift]
+        table = self.encoder.table[family][rows]
         for where, block in self.layout.tiles(self.families[family], self.pieces[segment]):
-            self.product(changes, block, slots[:, where])
+            torch.mm(table, block, out=slots[:, where])
 
     def decode(self, family: int, segment: int, rows: slice) -> None:
-        """Decode complete messages: the first of them replace the components, others add."""
+        """Add what complete messages tell of the other ranks to the components."""
         encoder = self.encoder
-        early = encoder.early(family)
-        slots = self.slots[family][segment][rows]  # (r, s)
+        early, back = encoder.early(family), encoder.back - encoder.shift(family)
+        slots = self.slots[family][segment][rows.start - back : rows.stop - back]  # (r, s)
         decoder = encoder.decoder[family][:, rows.start - early : rows.stop - early]  # (q, r)
         for where, block in self.layout.tiles(self.families[family], self.pieces[segment]):
-            if rows.start > early:
-                block.addmm_(decoder, slots[:, where])
-            else:
-                total = self.product(encoder.correction[family], block)
-                block.copy_(total.addmm_(decoder, slots[:, where]))
-
-    def slot(self, round: int, segment: int) -> torch.Tensor:
-        """Return the contribution of ``round``, which becomes the message forwarded after it."""
-        family, row = self.encoder.family(round), self.encoder.row(round)
-        if self.starts(family, row):
-            self.worker.wait(self.coming.pop((family, segment)))
-        return self.slots[family][segment][row]
+            block.addmm_(decoder, slots[:, where])
 
     @override
     def first(self, segment: int) -> torch.Tensor:
-        message = self.messages.outgoing(1, segment, self.slot(0, segment))
+        family = self.encoder.family(0)
+        self.worker.wait(self.coming.pop((family, segment)))
+        term = self.slots[family][segment][self.encoder.shift(family)]
+        message = self.messages.outgoing(1, segment, term)
         self.settle(0, segment)  # the own family has passed for the first time
         return message
 
@@ -413,11 +430,20 @@ class CodedChain(_Decoded):
 
     @override
     def handle(self, round: int, segment: int) -> torch.Tensor:
-        slot = self.slot(round, segment)
-        self.messages.add(round, segment, slot)
-        if round == self.encoder.code.rounds:
-            return slot
-        return self.messages.outgoing(round + 1, segment, slot)
+        encoder, messages = self.encoder, self.messages
+        family, row = encoder.family(round), encoder.row(round)
+        if self.starts(family, row):
+            self.worker.wait(self.coming.pop((family, segment)))
+        slots, shift = self.slots[family][segment], encoder.shift(family)
+        arrived = messages.arrived(round, segment, self.values[segment])
+        before = row - encoder.back + shift  # slot of the own term of the pass before
+        stale = slots[before] if before >= 0 else None
+        if before == 0 and shift:
+            slots[0].zero_()  # there is none yet
+        if round == encoder.code.rounds:
+            assert stale is not None
+            return torch.sub(arrived, stale, out=stale)
+        return messages.pass_on(round + 1, segment, arrived, stale, slots[row + shift])
 
     @override
     def settle(self, round: int, segment: int) -> None:
@@ -459,12 +485,16 @@ class InPlaceChain(_Decoded):
     ) -> None:
         self.layout, self.flat = layout, flat
         self.encoder = _Encoder(code, position, flat, "fresh")
-        self.changes = _changes(self.encoder, flat, wire)
+        # Here terms of all passes are kept as changes, whose roundings stay in the chain: on a wire
+        # as precise as the buffer they would outweigh the wire's if the products were not in fp64.
+        dtype = torch.float64 if is_native(wire) else flat.dtype
+        families = range(len(self.encoder.rounds))
+        self.changes = [self.encoder.changes(f, flat).to(dtype) for f in families]
         self.product = _Product(flat)
         self.pieces = bounds(layout.length, segments)
         self.families, self.rest = layout.stretches(flat)
         lengths = [b - a for a, b in self.pieces]
-        self.messages = _Messages(wire, lengths, flat)
+        self.messages = _Messages(wire, lengths, flat, departures=0)
         self.values = [flat.new_empty(0 if self.messages.native else n) for n in lengths]
 
     def contribute(self, round: int, segment: int, values: torch.Tensor) -> None:

@@ -222,8 +222,8 @@ class CodedRing(Collective):
                 flat.copy_(work)
 
     def _memory_for(self, code: Code, layout: Layout, work: torch.Tensor) -> torch.Tensor:
-        """Return memory for L + 1 slots, kept from call to call: new memory costs page faults."""
-        numel = (code.rounds + 1) * layout.length
+        """Return memory for L + 2 slots, kept from call to call: new memory costs page faults."""
+        numel = (code.rounds + 2) * layout.length
         memory = self._memory
         if (
             memory is None
@@ -255,7 +255,7 @@ class CodedRing(Collective):
         messages, nbytes = header_cost(2 if self.shuffle else 1)
         slot = layout.length * wire.compute.itemsize
         native = is_native(wire)
-        slots = (0 if self.inplace else code.rounds + 1) + (2 if native else int(self.inplace))
+        slots = (2 if native else 1) if self.inplace else code.rounds + 2 + (4 if native else 1)
         codes = 0 if native else 4 * sum(wire.nbytes(length) for length in lengths)
         return Cost(
             rounds=code.rounds,
