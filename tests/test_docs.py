@@ -111,7 +111,7 @@ def test_commands_exist(line: str) -> None:
     words = shlex.split(line, comments=True)[1:]
     group: Any = typer.main.get_command(app)
     context = group.make_context("taciturn", list(words), resilient_parsing=True)
-    name, command, rest = group.resolve_command(context, context.protected_args + context.args)
+    name, command, rest = group.resolve_command(context, list(words))
     parsed = command.make_context(name, list(rest), parent=context, resilient_parsing=True)
     if parsed.params.get("methods"):
         assert parse_list(parsed.params["methods"])

@@ -37,6 +37,9 @@ _ROWS_AT_ONCE, _NARROW_ROWS_AT_ONCE = 4, 16
 """Rounds whose terms are encoded together. More read the components less often, but then some
 rounds wait for the processor. Narrow wires, which leave it little idle, do better with more."""
 
+_HARMLESS_CONDITION = 10.0
+"""Decoders with a condition number up to this lose less in fp32 than one rounding on a wire."""
+
 
 def is_native(wire: Wire) -> bool:
     """Say whether messages are the values themselves, sent from where they lie."""
@@ -108,7 +111,9 @@ class _Encoder:
     A family passes in its *rows*, numbered from 0; rows from ``early`` on bring complete messages.
     """
 
-    def __init__(self, code: Code, position: int, like: torch.Tensor, own: Own) -> None:
+    def __init__(
+        self, code: Code, position: int, like: torch.Tensor, own: Own, dtype: torch.dtype
+    ) -> None:
         self.code, self.position = code, position
         table = code.rank_table(position)
         decoders = code.rank_decoders(position, own)
@@ -121,8 +126,8 @@ class _Encoder:
             first, step = (0, 1) if code.shared else (residue, code.ranks)
             self.rounds.append(list(range(first, code.rounds + 1, step)))
             self.complete.append(list(code.receive_rounds(residue)))
-            self.table.append(_tensor(table[self.rounds[-1]], like, like.dtype))
-            self.decoder.append(_tensor(decoders[0 if code.shared else residue], like, like.dtype))
+            self.table.append(_tensor(table[self.rounds[-1]], like, dtype))
+            self.decoder.append(_tensor(decoders[0 if code.shared else residue], like, dtype))
         # Rows from the term of one pass to that of the next: one, or N where all rounds count.
         self.back = code.ranks if code.shared else 1
 
@@ -184,10 +189,15 @@ class _Product:
             return block
         return self.room(which, tuple(block.shape), dtype).copy_(block)
 
-    def __call__(self, matrix: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
-        """Return ``matrix @ block``, valid until the next product."""
-        out = self.room(0, (matrix.shape[0], block.shape[1]), matrix.dtype)
-        return torch.mm(matrix, self.widened(1, block, matrix.dtype), out=out)
+    def __call__(
+        self, matrix: torch.Tensor, block: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return ``matrix @ block``: in ``out``, or in scratch and valid until the next product."""
+        if out is not None and out.dtype == matrix.dtype:
+            return torch.mm(matrix, block, out=out)
+        room = self.room(0, (matrix.shape[0], block.shape[1]), matrix.dtype)
+        product = torch.mm(matrix, self.widened(1, block, matrix.dtype), out=room)
+        return product if out is None else out.copy_(product)
 
 
 class _Worker:
@@ -345,7 +355,10 @@ class CodedChain(_Decoded):
         ledger: Ledger,
     ) -> None:
         self.layout, self.flat = layout, flat
-        self.encoder = _Encoder(code, position, flat, "exact")
+        # An ill-conditioned decoder amplifies the roundings of our products as it does the wire's.
+        self.precise = is_native(wire) and code.condition_number > _HARMLESS_CONDITION
+        dtype = torch.float64 if self.precise else flat.dtype
+        self.encoder = _Encoder(code, position, flat, "exact", dtype)
         self.product = _Product(flat)
         self.pieces = bounds(layout.length, segments)
         self.families, self.rest = layout.stretches(flat)
@@ -388,7 +401,9 @@ class CodedChain(_Decoded):
         self.coming[family, segment] = self.worker.submit(
             self.encode, family, segment, slice(row, stop)
         )
-        if stop == last:  # the components are not needed as such any more
+        # Now the components are not needed as such any more. Decoded in two parts, an
+        # ill-conditioned code would lose what cancels between them.
+        if stop == last and not self.precise:
             self.decode_below(family, segment, row)
 
     def decode_below(self, family: int, segment: int, row: int) -> None:
@@ -404,7 +419,7 @@ class CodedChain(_Decoded):
         slots = self.slots[family][segment][rows.start + shift : rows.stop + shift]
         table = self.encoder.table[family][rows]
         for where, block in self.layout.tiles(self.families[family], self.pieces[segment]):
-            torch.mm(table, block, out=slots[:, where])
+            self.product(table, block, slots[:, where])
 
     def decode(self, family: int, segment: int, rows: slice) -> None:
         """Add what complete messages tell of the other ranks to the components."""
@@ -413,7 +428,11 @@ class CodedChain(_Decoded):
         slots = self.slots[family][segment][rows.start - back : rows.stop - back]  # (r, s)
         decoder = encoder.decoder[family][:, rows.start - early : rows.stop - early]  # (q, r)
         for where, block in self.layout.tiles(self.families[family], self.pieces[segment]):
-            block.addmm_(decoder, slots[:, where])
+            if decoder.dtype == block.dtype:
+                block.addmm_(decoder, slots[:, where])
+            else:
+                total = self.product(decoder, slots[:, where])
+                block.add_(self.product.room(2, tuple(block.shape), block.dtype).copy_(total))
 
     @override
     def first(self, segment: int) -> torch.Tensor:
@@ -484,7 +503,7 @@ class InPlaceChain(_Decoded):
         segments: int,
     ) -> None:
         self.layout, self.flat = layout, flat
-        self.encoder = _Encoder(code, position, flat, "fresh")
+        self.encoder = _Encoder(code, position, flat, "fresh", flat.dtype)
         # Here terms of all passes are kept as changes, whose roundings stay in the chain: on a wire
         # as precise as the buffer they would outweigh the wire's if the products were not in fp64.
         dtype = torch.float64 if is_native(wire) else flat.dtype
