@@ -30,8 +30,8 @@ from taciturn.ledger import Ledger
 __all__ = ["TILE_ELEMS", "CodedChain", "InPlaceChain", "Layout", "is_native"]
 
 TILE_ELEMS = 1 << 16
-"""Elements of a tile, part of the layout that ranks must share: 512 KiB of fp32. Matrix products of
-such tiles run at twice the time of a memcpy; smaller ones pay for the calls (measured)."""
+"""Elements of a tile, part of the layout that ranks must share: 256 KiB of fp32. Matrix products of
+such tiles run at two to three times the time of a memcpy; smaller ones pay for the calls."""
 
 _ROWS_AT_ONCE, _NARROW_ROWS_AT_ONCE = 4, 16
 """Rounds whose terms are encoded together. More read the components less often, but then some
@@ -153,7 +153,7 @@ class _Encoder:
         return [len(rounds) + self.shift(f) for f, rounds in enumerate(self.rounds)]
 
     def changes(self, family: int, like: torch.Tensor) -> torch.Tensor:
-        """Return V[t] - V[t-N], shape (rows, q), in fp64 or the dtype of ``like`` if that is it."""
+        """Return V[t] - V[t-N] of a family's rows, shape (rows, q), in fp64."""
         table = self.code.rank_table(self.position)
         late = np.zeros_like(table)
         late[self.code.ranks :] = table[: len(table) - self.code.ranks]
