@@ -322,7 +322,26 @@ class _Messages:
 
 
 class _Decoded(Chain):
-    """A chain after whose rounds something is left to do."""
+    """What both variants share: the buffer cut into pieces, and the messages of each.
+
+    After the rounds something is left to do.
+    """
+
+    def __init__(
+        self, layout: Layout, flat: torch.Tensor, wire: Wire, segments: int, departures: int
+    ) -> None:
+        self.layout, self.flat = layout, flat
+        self.product = _Product(flat)
+        self.pieces = bounds(layout.length, segments)
+        self.families, self.rest = layout.stretches(flat)
+        lengths = [stop - start for start, stop in self.pieces]
+        self.messages = _Messages(wire, lengths, flat, departures)
+        # What is decoded to be worked on; on a native wire it is worked on where it arrived.
+        self.values = [flat.new_empty(0 if self.messages.native else n) for n in lengths]
+
+    @override
+    def place(self, round: int, segment: int) -> torch.Tensor:
+        return self.messages.place(round, segment)
 
     @abstractmethod
     def finish(self) -> None:
@@ -354,17 +373,11 @@ class CodedChain(_Decoded):
         memory: torch.Tensor,
         ledger: Ledger,
     ) -> None:
-        self.layout, self.flat = layout, flat
+        super().__init__(layout, flat, wire, segments, departures=2)
         # An ill-conditioned decoder amplifies the roundings of our products as it does the wire's.
         self.precise = is_native(wire) and code.condition_number > _HARMLESS_CONDITION
         dtype = torch.float64 if self.precise else flat.dtype
         self.encoder = _Encoder(code, position, flat, "exact", dtype)
-        self.product = _Product(flat)
-        self.pieces = bounds(layout.length, segments)
-        self.families, self.rest = layout.stretches(flat)
-        lengths = [stop - start for start, stop in self.pieces]
-        self.messages = _Messages(wire, lengths, flat, departures=2)
-        self.values = [flat.new_empty(0 if self.messages.native else n) for n in lengths]
         self.rows_at_once = _ROWS_AT_ONCE if self.messages.native else _NARROW_ROWS_AT_ONCE
         self.slots = self._cut(memory)
         self.worker = _Worker(flat.device, ledger)
@@ -444,10 +457,6 @@ class CodedChain(_Decoded):
         return message
 
     @override
-    def place(self, round: int, segment: int) -> torch.Tensor:
-        return self.messages.place(round, segment)
-
-    @override
     def handle(self, round: int, segment: int) -> torch.Tensor:
         encoder, messages = self.encoder, self.messages
         family, row = encoder.family(round), encoder.row(round)
@@ -502,19 +511,13 @@ class InPlaceChain(_Decoded):
         position: int,
         segments: int,
     ) -> None:
-        self.layout, self.flat = layout, flat
+        super().__init__(layout, flat, wire, segments, departures=0)
         self.encoder = _Encoder(code, position, flat, "fresh", flat.dtype)
         # Here terms of all passes are kept as changes, whose roundings stay in the chain: on a wire
         # as precise as the buffer they would outweigh the wire's if the products were not in fp64.
         dtype = torch.float64 if is_native(wire) else flat.dtype
         families = range(len(self.encoder.rounds))
         self.changes = [self.encoder.changes(f, flat).to(dtype) for f in families]
-        self.product = _Product(flat)
-        self.pieces = bounds(layout.length, segments)
-        self.families, self.rest = layout.stretches(flat)
-        lengths = [b - a for a, b in self.pieces]
-        self.messages = _Messages(wire, lengths, flat, departures=0)
-        self.values = [flat.new_empty(0 if self.messages.native else n) for n in lengths]
 
     def contribute(self, round: int, segment: int, values: torch.Tensor) -> None:
         """Add the contribution of ``round`` to ``values``; keep a complete message in its slot."""
@@ -536,10 +539,6 @@ class InPlaceChain(_Decoded):
         values.zero_()
         self.contribute(0, segment, values)
         return self.messages.outgoing(1, segment, values)
-
-    @override
-    def place(self, round: int, segment: int) -> torch.Tensor:
-        return self.messages.place(round, segment)
 
     @override
     def handle(self, round: int, segment: int) -> torch.Tensor:

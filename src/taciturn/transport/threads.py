@@ -29,7 +29,6 @@ class _World:
         self.awaited: dict[tuple[int, int, int], list[_Letter]] = {}
         self.failure: tuple[int, BaseException] | None = None
         self.progress = [(0, 0)] * size
-        self.done = [False] * size
 
 
 class _Letter:
