@@ -9,10 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from taciturn.collectives.wires import WIRES, BlockScaled, Wire, make_wire
+from taciturn.collectives.wires import WIRES, Wire, make_wire
+from taciturn.collectives.wires.base import BlockLayout
+from taciturn.collectives.wires.compiled_wires import CompiledBlocks, CompiledPlain
+from taciturn.collectives.wires.torch_wires import BlockScaled, Plain
 from taciturn.errors import InputError
 
 CPU = torch.device("cpu")
+FP32 = torch.float32
 
 
 def coded(wire: Wire, values: torch.Tensor) -> torch.Tensor:
@@ -27,13 +31,14 @@ def coded(wire: Wire, values: torch.Tensor) -> torch.Tensor:
 
 def step(wire: Wire, values: torch.Tensor) -> torch.Tensor:
     """Return the largest error the wire may make at each element, from its definition."""
-    if isinstance(wire, BlockScaled):
+    if isinstance(wire, CompiledBlocks | BlockScaled):
+        layout, stochastic = wire.layout, getattr(wire, "stochastic", False)
         # The scale is rounded up to bf16, 2^-7 apart at most; nearest rounding errs by half a step.
-        block = torch.nn.functional.pad(values, (0, -values.numel() % wire.block))
-        largest = block.view(-1, wire.block).abs().amax(1, keepdim=True)
-        scale = (largest / wire.largest * (1 + 2**-8) / (1 - 2**-8)).clamp(min=2.0**-126)
-        half = (scale / 2 * (1 + 1e-5)).expand(-1, wire.block).reshape(-1)
-        return half[: values.numel()] * (2 if wire.stochastic else 1)
+        block = torch.nn.functional.pad(values, (0, -values.numel() % layout.block))
+        largest = block.view(-1, layout.block).abs().amax(1, keepdim=True)
+        scale = (largest / layout.largest * (1 + 2**-8) / (1 - 2**-8)).clamp(min=2.0**-126)
+        half = (scale / 2 * (1 + 1e-5)).expand(-1, layout.block).reshape(-1)
+        return half[: values.numel()] * (2 if stochastic else 1)
     bits = {"fp64": 53, "fp32": 24, "fp16": 11, "bf16": 8}[wire.name]
     smallest = {"fp16": 2.0**-25, "bf16": 2.0**-134}.get(wire.name, 0.0)  # half a subnormal
     return (values.abs() * 2.0**-bits + smallest) * (2 if getattr(wire, "stochastic", False) else 1)
@@ -151,9 +156,11 @@ def test_relay_is_decode_add_encode(numel, name, seed):
     first, own = torch.randn(2, numel, generator=generator)
     message, onward, direct = (wire.message(numel) for _ in range(3))
     wire.encode(first, message)
-    arrived, kept, decoded = torch.empty(numel), torch.empty(numel), torch.empty(numel)
+    arrived, kept, decoded = torch.empty(numel), own.clone(), torch.empty(numel)
     wire.decode(message, arrived)
-    wire.relay(message, own, onward, keep=kept)
+    wire.relay(message, own, onward, keep=False)
+    assert torch.equal(kept, own)
+    wire.relay(message, kept, onward, keep=True)
     wire.encode(arrived + own, direct)
     assert torch.equal(onward.data, direct.data)
     wire.decode(onward, decoded)
@@ -161,6 +168,74 @@ def test_relay_is_decode_add_encode(numel, name, seed):
     total = own.clone()
     wire.accumulate(message, total)
     assert torch.equal(total, own + arrived)
+
+
+PAIRS = {
+    "int8": (CompiledBlocks(BlockLayout(8, 128)), BlockScaled(BlockLayout(8, 128), FP32, CPU)),
+    "int8 in small blocks": (
+        CompiledBlocks(BlockLayout(8, 4)),
+        BlockScaled(BlockLayout(8, 4), FP32, CPU),
+    ),
+    "int4": (CompiledBlocks(BlockLayout(4, 128)), BlockScaled(BlockLayout(4, 128), FP32, CPU)),
+    "int4 in small blocks": (
+        CompiledBlocks(BlockLayout(4, 2)),
+        BlockScaled(BlockLayout(4, 2), FP32, CPU),
+    ),
+    "bf16": (CompiledPlain(torch.bfloat16, FP32), Plain(torch.bfloat16, FP32, CPU)),
+    "fp32": (CompiledPlain(FP32, FP32), Plain(FP32, FP32, CPU)),
+    "fp64": (CompiledPlain(torch.float64, torch.float64), Plain(torch.float64, torch.float64, CPU)),
+}
+"""Wires that do the same, by name: compiled loops, and tensor operations."""
+
+SCALES = st.sampled_from([0.0, 1e-45, 1e-40, 1e-30, 1.0, 1e4, 3e38])
+
+
+@given(
+    st.sampled_from(sorted(PAIRS)),
+    st.lists(st.tuples(SCALES, st.integers(0, 300)), min_size=1, max_size=4),
+    st.integers(0, 2**31),
+)
+def test_compiled_loops_and_tensor_operations_agree(pair, parts, seed):
+    """Both kinds of wire write the same bytes and come to the same numbers, at all magnitudes."""
+    compiled, reference = PAIRS[pair]
+    assert (compiled.name, compiled.compute) == (reference.name, reference.compute)
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.cat([s * torch.rand(3, n, generator=generator).sub(0.5) for s, n in parts], 1)
+    first, stale, term = numbers.to(compiled.compute)
+    results = []
+    for wire in (compiled, reference):
+        message, relayed, exchanged = (wire.message(first.numel()) for _ in range(3))
+        wire.encode(first, message)
+        decoded, total, kept, left = first.clone(), stale.clone(), stale.clone(), stale.clone()
+        wire.decode(message, decoded)
+        wire.accumulate(message, total)
+        wire.relay(message, kept, relayed, keep=True)
+        wire.exchange(message, left, term, exchanged)
+        results.append([m.data for m in (message, relayed, exchanged)])
+        results[-1] += [decoded, total, kept, left]
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("pair", sorted(PAIRS))
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_compiled_loops_keep_what_is_not_finite(pair, bad):
+    """A NaN or infinity in what arrived or in what is added reaches the message that goes on."""
+    wire, _ = PAIRS[pair]
+    good = torch.ones(300, dtype=wire.compute)
+    spoilt = good.clone()
+    spoilt[5] = bad
+    out = torch.empty_like(good)
+    for first, own in ((good, spoilt), (spoilt, good)):
+        message, onward = wire.message(300), wire.message(300)
+        wire.encode(first, message)
+        wire.relay(message, own.clone(), onward, keep=False)
+        wire.decode(onward, out)
+        assert not out[5].isfinite()
+        wire.exchange(message, good.clone(), own.clone(), onward)
+        wire.decode(onward, out)
+        assert not out[5].isfinite()
+        assert out[256:].isfinite().all()
 
 
 @pytest.mark.parametrize(

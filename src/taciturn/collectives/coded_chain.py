@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from typing_extensions import override
 
+from taciturn.collectives import products
 from taciturn.collectives.base import bounds
 from taciturn.collectives.codes import Code, Own
 from taciturn.collectives.pipeline import Chain
@@ -173,8 +174,9 @@ class _Product:
     def __init__(self, like: torch.Tensor) -> None:
         self.like = like
         self.memory: list[torch.Tensor] = []
+        self.compiles = like.device.type == "cpu" and like.dtype == torch.float32
 
-    def room(self, which: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def _room(self, which: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return scratch number ``which`` with this shape."""
         numel = math.prod(shape)
         while len(self.memory) <= which:
@@ -183,21 +185,39 @@ class _Product:
             self.memory[which] = self.like.new_empty(numel, dtype=dtype)
         return self.memory[which][:numel].view(shape)
 
-    def widened(self, which: int, block: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return ``block`` in ``dtype``: itself, or a copy in scratch."""
-        if block.dtype == dtype:
-            return block
-        return self.room(which, tuple(block.shape), dtype).copy_(block)
+    def __call__(self, matrix: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Return ``matrix @ rows`` in scratch, valid until the next product."""
+        out = self._room(0, (matrix.shape[0], rows.shape[1]), matrix.dtype)
+        if rows.dtype != matrix.dtype:
+            rows = self._room(1, tuple(rows.shape), matrix.dtype).copy_(rows)
+        return torch.mm(matrix, rows, out=out)
 
-    def __call__(
-        self, matrix: torch.Tensor, block: torch.Tensor, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return ``matrix @ block``: in ``out``, or in scratch and valid until the next product."""
-        if out is not None and out.dtype == matrix.dtype:
-            return torch.mm(matrix, block, out=out)
-        room = self.room(0, (matrix.shape[0], block.shape[1]), matrix.dtype)
-        product = torch.mm(matrix, self.widened(1, block, matrix.dtype), out=room)
-        return product if out is None else out.copy_(product)
+    def _is_wide(self, matrix: torch.Tensor) -> bool:
+        return self.compiles and matrix.dtype == torch.float64
+
+    def encode(self, table: torch.Tensor, tile: _Tile, slots: torch.Tensor) -> None:
+        """Write ``table @ tile`` into the tile's columns of ``slots``, contiguous."""
+        where, block = tile
+        if self._is_wide(table):
+            products.wide_product(
+                table.numpy(), block.numpy(), 0, slots.numpy(), where.start, block.shape[1]
+            )
+        elif table.dtype == block.dtype:
+            torch.mm(table, block, out=slots[:, where])
+        else:
+            slots[:, where].copy_(self(table, block))
+
+    def decode(self, decoder: torch.Tensor, slots: torch.Tensor, tile: _Tile) -> None:
+        """Add ``decoder`` times the tile's columns of ``slots``, contiguous, to the tile."""
+        where, block = tile
+        if self._is_wide(decoder):
+            products.add_wide_product(
+                decoder.numpy(), slots.numpy(), where.start, block.numpy(), 0, block.shape[1]
+            )
+        elif decoder.dtype == block.dtype:
+            block.addmm_(decoder, slots[:, where])
+        else:
+            block.add_(self(decoder, slots[:, where]))
 
 
 class _Worker:
@@ -262,18 +282,17 @@ def _be_a_worker(threads: int) -> None:
 class _Messages:
     """The buffers in which messages travel, by segment; on a native wire plain numbers."""
 
-    def __init__(self, wire: Wire, lengths: list[int], like: torch.Tensor, departures: int) -> None:
+    def __init__(self, wire: Wire, lengths: list[int], like: torch.Tensor, inplace: bool) -> None:
         self.wire = wire
         self.native = is_native(wire)
+        count = 2 if self.native and inplace else 4  # two to receive into, two to send from
+        self.coded = [[wire.message(n) for n in lengths] for _ in range(count)]
+        self.plain: list[list[torch.Tensor]] = []
         if self.native:
-            self.plain = [[like.new_empty(n) for n in lengths] for _ in range(2 + departures)]
-        else:
-            self.coded = [[wire.message(n) for n in lengths] for _ in range(4)]
+            self.plain = [[m.data.view(like.dtype) for m in messages] for messages in self.coded]
 
     def place(self, round: int, segment: int) -> torch.Tensor:
         """Return where the message of ``round`` is received."""
-        if self.native:
-            return self.plain[round % 2][segment]
         return self.coded[round % 2][segment].data
 
     def arrived(self, round: int, segment: int, values: torch.Tensor) -> torch.Tensor:
@@ -286,39 +305,25 @@ class _Messages:
     def outgoing(self, round: int, segment: int, values: torch.Tensor) -> torch.Tensor:
         """Return the message of ``round`` with these values: themselves on a native wire."""
         if self.native:
-            return values
+            return values.view(torch.uint8)
         message = self.coded[2 + round % 2][segment]
         self.wire.encode(values, message)
         return message.data
 
     def pass_on(
-        self,
-        round: int,
-        segment: int,
-        arrived: torch.Tensor,
-        stale: torch.Tensor | None,
-        term: torch.Tensor,
+        self, round: int, segment: int, stale: torch.Tensor | None, term: torch.Tensor
     ) -> torch.Tensor:
         """Return the message of ``round``: what arrived, with a new own term for the stale one.
 
-        ``stale`` becomes what the others said, arrived - stale. Either order of additions is right.
-        On a native wire the difference of the terms, which is small, is rounded, and the message
-        once; a narrow wire rounds far more, so there one addition is saved.
+        ``stale`` becomes what the others said: what arrived, without it.
         """
+        arrived = self.coded[(round - 1) % 2][segment]
+        onward = self.coded[2 + round % 2][segment]
         if stale is None:
-            total = torch.add(arrived, term, out=self.room(round, segment, arrived))
-        elif self.native:
-            total = torch.sub(term, stale, out=self.plain[2 + round % 2][segment])
-            total.add_(arrived)
-            torch.sub(arrived, stale, out=stale)
+            self.wire.relay(arrived, term, onward, keep=False)
         else:
-            torch.sub(arrived, stale, out=stale)
-            total = torch.add(stale, term, out=arrived)
-        return self.outgoing(round, segment, total)
-
-    def room(self, round: int, segment: int, arrived: torch.Tensor) -> torch.Tensor:
-        """Return where the numbers of an outgoing message may be formed."""
-        return self.plain[2 + round % 2][segment] if self.native else arrived
+            self.wire.exchange(arrived, stale, term, onward)
+        return onward.data
 
 
 class _Decoded(Chain):
@@ -328,14 +333,14 @@ class _Decoded(Chain):
     """
 
     def __init__(
-        self, layout: Layout, flat: torch.Tensor, wire: Wire, segments: int, departures: int
+        self, layout: Layout, flat: torch.Tensor, wire: Wire, segments: int, inplace: bool
     ) -> None:
         self.layout, self.flat = layout, flat
         self.product = _Product(flat)
         self.pieces = bounds(layout.length, segments)
         self.families, self.rest = layout.stretches(flat)
         lengths = [stop - start for start, stop in self.pieces]
-        self.messages = _Messages(wire, lengths, flat, departures)
+        self.messages = _Messages(wire, lengths, flat, inplace)
         # What is decoded to be worked on; on a native wire it is worked on where it arrived.
         self.values = [flat.new_empty(0 if self.messages.native else n) for n in lengths]
 
@@ -373,7 +378,7 @@ class CodedChain(_Decoded):
         memory: torch.Tensor,
         ledger: Ledger,
     ) -> None:
-        super().__init__(layout, flat, wire, segments, departures=2)
+        super().__init__(layout, flat, wire, segments, inplace=False)
         # An ill-conditioned decoder amplifies the roundings of our products as it does the wire's.
         self.precise = is_native(wire) and code.condition_number > _HARMLESS_CONDITION
         dtype = torch.float64 if self.precise else flat.dtype
@@ -431,21 +436,18 @@ class CodedChain(_Decoded):
         shift = self.encoder.shift(family)
         slots = self.slots[family][segment][rows.start + shift : rows.stop + shift]
         table = self.encoder.table[family][rows]
-        for where, block in self.layout.tiles(self.families[family], self.pieces[segment]):
-            self.product(table, block, slots[:, where])
+        for tile in self.layout.tiles(self.families[family], self.pieces[segment]):
+            self.product.encode(table, tile, slots)
 
     def decode(self, family: int, segment: int, rows: slice) -> None:
         """Add what complete messages tell of the other ranks to the components."""
         encoder = self.encoder
         early, back = encoder.early(family), encoder.back - encoder.shift(family)
         slots = self.slots[family][segment][rows.start - back : rows.stop - back]  # (r, s)
-        decoder = encoder.decoder[family][:, rows.start - early : rows.stop - early]  # (q, r)
-        for where, block in self.layout.tiles(self.families[family], self.pieces[segment]):
-            if decoder.dtype == block.dtype:
-                block.addmm_(decoder, slots[:, where])
-            else:
-                total = self.product(decoder, slots[:, where])
-                block.add_(self.product.room(2, tuple(block.shape), block.dtype).copy_(total))
+        columns = slice(rows.start - early, rows.stop - early)
+        decoder = encoder.decoder[family][:, columns].contiguous()  # (q, r)
+        for tile in self.layout.tiles(self.families[family], self.pieces[segment]):
+            self.product.decode(decoder, slots, tile)
 
     @override
     def first(self, segment: int) -> torch.Tensor:
@@ -463,15 +465,15 @@ class CodedChain(_Decoded):
         if self.starts(family, row):
             self.worker.wait(self.coming.pop((family, segment)))
         slots, shift = self.slots[family][segment], encoder.shift(family)
-        arrived = messages.arrived(round, segment, self.values[segment])
         before = row - encoder.back + shift  # slot of the own term of the pass before
         stale = slots[before] if before >= 0 else None
         if before == 0 and shift:
             slots[0].zero_()  # there is none yet
         if round == encoder.code.rounds:
             assert stale is not None
+            arrived = messages.arrived(round, segment, self.values[segment])
             return torch.sub(arrived, stale, out=stale)
-        return messages.pass_on(round + 1, segment, arrived, stale, slots[row + shift])
+        return messages.pass_on(round + 1, segment, stale, slots[row + shift])
 
     @override
     def settle(self, round: int, segment: int) -> None:
@@ -511,7 +513,7 @@ class InPlaceChain(_Decoded):
         position: int,
         segments: int,
     ) -> None:
-        super().__init__(layout, flat, wire, segments, departures=0)
+        super().__init__(layout, flat, wire, segments, inplace=True)
         self.encoder = _Encoder(code, position, flat, "fresh", flat.dtype)
         # Here terms of all passes are kept as changes, whose roundings stay in the chain: on a wire
         # as precise as the buffer they would outweigh the wire's if the products were not in fp64.

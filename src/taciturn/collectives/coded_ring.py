@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 import torch
 from typing_extensions import override
 
+from taciturn.collectives import products
 from taciturn.collectives.base import Collective, Cost, bounds, header_cost, real_numel
 from taciturn.collectives.coded_chain import CodedChain, InPlaceChain, Layout, is_native
 from taciturn.collectives.codes import Code, choose, design, rounding_of
@@ -115,6 +116,7 @@ class CodedRing(Collective):
             budget = getattr(self, name)
             if budget is not None and not budget > 0:
                 raise InputError(f"{name}={budget}: must be positive, or left out")
+        products.prepare()
         self._design(3, torch.float32)  # raises for parameters that no code has
 
     # -- which code

@@ -147,8 +147,7 @@ class _QuantizedChain(Chain):
             return arrival.data
         piece = self.piece(round, segment)
         message = self.message(3 + (round + 1) % 2, segment, piece.numel())
-        finished = round == self.size - 1
-        self.wire.relay(arrival, piece, message, keep=piece if finished else None)
+        self.wire.relay(arrival, piece, message, keep=round == self.size - 1)
         return message.data
 
     @override
