@@ -34,9 +34,10 @@ TILE_ELEMS = 1 << 16
 """Elements of a tile, part of the layout that ranks must share: 256 KiB of fp32. Matrix products of
 such tiles run at two to three times the time of a memcpy; smaller ones pay for the calls."""
 
-_ROWS_AT_ONCE, _NARROW_ROWS_AT_ONCE = 4, 16
-"""Rounds whose terms are encoded together. More read the components less often, but then some
-rounds wait for the processor. Narrow wires, which leave it little idle, do better with more."""
+_FIRST_ROWS = 4
+"""Families encode their first 1 to this many terms at once, and later all others: two passes over
+the components in place of one let the first messages leave early. Families differ, so that not all
+ask for the processor in the same rounds."""
 
 _HARMLESS_CONDITION = 10.0
 """Decoders with a condition number up to this lose less in fp32 than one rounding on a wire."""
@@ -383,7 +384,6 @@ class CodedChain(_Decoded):
         self.precise = is_native(wire) and code.condition_number > _HARMLESS_CONDITION
         dtype = torch.float64 if self.precise else flat.dtype
         self.encoder = _Encoder(code, position, flat, "exact", dtype)
-        self.rows_at_once = _ROWS_AT_ONCE if self.messages.native else _NARROW_ROWS_AT_ONCE
         self.slots = self._cut(memory)
         self.worker = _Worker(flat.device, ledger)
         self.coming: dict[tuple[int, int], Future[None] | None] = {}
@@ -408,8 +408,8 @@ class CodedChain(_Decoded):
         return slots
 
     def starts(self, family: int, row: int) -> bool:
-        """Say whether terms are encoded from this row on: families take turns."""
-        return row == 0 or (row + family) % self.rows_at_once == 0
+        """Say whether terms are encoded from this row on."""
+        return row in (0, 1 + family % _FIRST_ROWS)
 
     def encode_ahead(self, family: int, segment: int, row: int) -> None:
         """Have the terms formed that are needed from ``row`` on."""

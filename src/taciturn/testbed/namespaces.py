@@ -63,8 +63,9 @@ class Plan:
         mtu: bytes of an IP packet.
         delay_s: one-way delay between two ranks, by netem.
         loss: share of the packets lost on the way, by netem.
-        packet_s: seconds of a link's rate that TCP hands down as one packet, to be cut later; more
-            is cheaper (8 ranks at 1 Gbit/s fit on two cores) and coarser.
+        packet_s: seconds of a link's rate that TCP hands down as one packet, to be cut later; by
+            default what Linux aims at. More is cheaper (8 ranks at 1 Gbit/s fit on two cores) and
+            coarser.
         burst_s: seconds of a link's rate that its bucket holds; more forgives a late timer, and
             lets more of a message through at once.
         queue_s: seconds of a link's rate that wait in its queue before packets are dropped.
@@ -75,7 +76,7 @@ class Plan:
     mtu: int = 1500
     delay_s: float = 0.0
     loss: float = 0.0
-    packet_s: float = 0.0008
+    packet_s: float = 0.001
     burst_s: float = 0.0005
     queue_s: float = 0.05
 
