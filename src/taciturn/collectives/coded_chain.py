@@ -28,7 +28,7 @@ from taciturn.collectives.pipeline import Chain
 from taciturn.collectives.wires import Wire
 from taciturn.ledger import Ledger
 
-__all__ = ["TILE_ELEMS", "CodedChain", "InPlaceChain", "Layout", "is_native"]
+__all__ = ["TILE_ELEMS", "Arena", "CodedChain", "InPlaceChain", "Layout", "is_native"]
 
 TILE_ELEMS = 1 << 16
 """Elements of a tile, part of the layout that ranks must share: 256 KiB of fp32. Matrix products of
@@ -96,6 +96,27 @@ class Layout:
         end = self.numel - self.whole * self.length * self.width
         if end > 0:
             flat[self.numel - end :] = rest[:end]
+
+
+class Arena:
+    """Memory kept from call to call, by name: new memory costs page faults.
+
+    On the CPU it is numpy's, which asks for huge pages.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[str, torch.Tensor] = {}
+
+    def take(self, name: str, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Return ``nbytes`` of memory, uint8; what it holds is undefined."""
+        held = self._held.get(name)
+        if held is None or held.numel() < nbytes or held.device != device:
+            if device.type == "cpu":
+                held = torch.from_numpy(np.empty(nbytes, np.uint8))
+            else:
+                held = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            self._held[name] = held
+        return held[:nbytes]
 
 
 class _Tile(NamedTuple):
@@ -283,11 +304,19 @@ def _be_a_worker(threads: int) -> None:
 class _Messages:
     """The buffers in which messages travel, by segment; on a native wire plain numbers."""
 
-    def __init__(self, wire: Wire, lengths: list[int], like: torch.Tensor, inplace: bool) -> None:
+    def __init__(
+        self, wire: Wire, lengths: list[int], like: torch.Tensor, inplace: bool, arena: Arena
+    ) -> None:
         self.wire = wire
         self.native = is_native(wire)
         count = 2 if self.native and inplace else 4  # two to receive into, two to send from
-        self.coded = [[wire.message(n) for n in lengths] for _ in range(count)]
+        self.coded = [
+            [
+                wire.message(n, arena.take(f"message {k}.{i}", wire.nbytes(n), like.device))
+                for k, n in enumerate(lengths)
+            ]
+            for i in range(count)
+        ]
         self.plain: list[list[torch.Tensor]] = []
         if self.native:
             self.plain = [[m.data.view(like.dtype) for m in messages] for messages in self.coded]
@@ -334,14 +363,20 @@ class _Decoded(Chain):
     """
 
     def __init__(
-        self, layout: Layout, flat: torch.Tensor, wire: Wire, segments: int, inplace: bool
+        self,
+        layout: Layout,
+        flat: torch.Tensor,
+        wire: Wire,
+        segments: int,
+        inplace: bool,
+        arena: Arena,
     ) -> None:
         self.layout, self.flat = layout, flat
         self.product = _Product(flat)
         self.pieces = bounds(layout.length, segments)
         self.families, self.rest = layout.stretches(flat)
         lengths = [stop - start for start, stop in self.pieces]
-        self.messages = _Messages(wire, lengths, flat, inplace)
+        self.messages = _Messages(wire, lengths, flat, inplace, arena)
         # What is decoded to be worked on; on a native wire it is worked on where it arrived.
         self.values = [flat.new_empty(0 if self.messages.native else n) for n in lengths]
 
@@ -376,15 +411,16 @@ class CodedChain(_Decoded):
         wire: Wire,
         position: int,
         segments: int,
-        memory: torch.Tensor,
+        arena: Arena,
         ledger: Ledger,
     ) -> None:
-        super().__init__(layout, flat, wire, segments, inplace=False)
+        super().__init__(layout, flat, wire, segments, False, arena)
         # An ill-conditioned decoder amplifies the roundings of our products as it does the wire's.
         self.precise = is_native(wire) and code.condition_number > _HARMLESS_CONDITION
         dtype = torch.float64 if self.precise else flat.dtype
         self.encoder = _Encoder(code, position, flat, "exact", dtype)
-        self.slots = self._cut(memory)
+        nbytes = (code.rounds + 2) * layout.length * flat.itemsize
+        self.slots = self._cut(arena.take("slots", nbytes, flat.device).view(flat.dtype))
         self.worker = _Worker(flat.device, ledger)
         self.coming: dict[tuple[int, int], Future[None] | None] = {}
         self.decoded: dict[tuple[int, int], int] = {}  # rows below this one
@@ -513,7 +549,7 @@ class InPlaceChain(_Decoded):
         position: int,
         segments: int,
     ) -> None:
-        super().__init__(layout, flat, wire, segments, inplace=True)
+        super().__init__(layout, flat, wire, segments, True, Arena())
         self.encoder = _Encoder(code, position, flat, "fresh", flat.dtype)
         # Here terms of all passes are kept as changes, whose roundings stay in the chain: on a wire
         # as precise as the buffer they would outweigh the wire's if the products were not in fp64.

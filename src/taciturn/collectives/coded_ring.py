@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from taciturn.collectives import products
 from taciturn.collectives.base import Collective, Cost, bounds, header_cost, real_numel
-from taciturn.collectives.coded_chain import CodedChain, InPlaceChain, Layout, is_native
+from taciturn.collectives.coded_chain import Arena, CodedChain, InPlaceChain, Layout, is_native
 from taciturn.collectives.codes import Code, choose, design, rounding_of
 from taciturn.collectives.pipeline import run_rounds, segments_for
 from taciturn.collectives.quantized_ring import QuantizedRing, call_seed, counter_from
@@ -97,8 +97,7 @@ class CodedRing(Collective):
     _chosen: dict[tuple[int, int, torch.dtype], tuple[Code | None, str]] = field(
         default_factory=dict, init=False, repr=False
     )
-
-    _memory: torch.Tensor | None = field(default=None, init=False, repr=False)
+    _arena: Arena = field(default_factory=Arena, init=False, repr=False)
 
     mean_exact: ClassVar[bool] = True
 
@@ -208,9 +207,9 @@ class CodedRing(Collective):
         if self.inplace:
             chain = InPlaceChain(code, layout, work, wire, position, segments)
         else:
-            memory = self._memory_for(code, layout, work)
-            ledger = transport.ledger
-            chain = CodedChain(code, layout, work, wire, position, segments, memory, ledger)
+            chain = CodedChain(
+                code, layout, work, wire, position, segments, self._arena, transport.ledger
+            )
         try:
             run_rounds(
                 chain, transport, code.rounds, segments, successor, predecessor, frugal=self.inplace
@@ -222,19 +221,6 @@ class CodedRing(Collective):
         with transport.ledger.codec():
             if work is not flat:
                 flat.copy_(work)
-
-    def _memory_for(self, code: Code, layout: Layout, work: torch.Tensor) -> torch.Tensor:
-        """Return memory for L + 2 slots, kept from call to call: new memory costs page faults."""
-        numel = (code.rounds + 2) * layout.length
-        memory = self._memory
-        if (
-            memory is None
-            or memory.numel() < numel
-            or memory.dtype != work.dtype
-            or (memory.device != work.device)
-        ):
-            memory = self._memory = work.new_empty(numel)
-        return memory[:numel]
 
     def _segments(self, layout: Layout, wire: Wire) -> int:
         segments: int = segments_for(wire.nbytes(layout.length), self.segments)
