@@ -112,7 +112,8 @@ class Arena:
         held = self._held.get(name)
         if held is None or held.numel() < nbytes or held.device != device:
             if device.type == "cpu":
-                held = torch.from_numpy(np.empty(nbytes, np.uint8))
+                # Of nothing, from_numpy makes a tensor that has no other views.
+                held = torch.from_numpy(np.empty(max(nbytes, 1), np.uint8))
             else:
                 held = torch.empty(nbytes, dtype=torch.uint8, device=device)
             self._held[name] = held
