@@ -47,7 +47,7 @@ def test_gradients_are_autograd_s() -> None:
     model = GPT(shape, common)
     inputs._warm_up(model, inputs.corpus(), common)
     own = torch.Generator().manual_seed((seed << 20) + rank + 1)
-    batch = inputs._batch(inputs.corpus(), inputs.SEQUENCES, own)
+    batch = inputs.draw_batch(inputs.corpus(), inputs.SEQUENCES, own)
     model.double()
     slope = data.buffer.double()
     step = 1e-4 * slope / slope.norm()

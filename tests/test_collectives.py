@@ -125,6 +125,48 @@ def test_sum_is_within_the_roundings(name, ranks):
             assert ((result.double() - total).abs() <= rounding_bound(name, ranks)).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+@pytest.mark.parametrize("name", [n for n in THREADED if IMPLEMENTATIONS[n].error != "spread"])
+def test_residuals_account_for_every_rounding(name, ranks, dtype):
+    """What all ranks brought is the sum plus all residuals; with or without them it is the same."""
+    for numel in (0, 1, ranks + 1, 1001):
+        buffers = [b.to(dtype) for b in normal(numel, ranks)]
+
+        def function(
+            transport: Transport, buffers: list[torch.Tensor] = buffers
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            buffer = buffers[transport.rank].clone()
+            residual = torch.full_like(buffer, math.nan)
+            IMPLEMENTATIONS[name].make().all_reduce(buffer, transport, residual)
+            return buffer, residual
+
+        results = run_threads(ranks, function, TIMEOUT_S)
+        brought = torch.stack(buffers).double().sum(0)
+        kept = torch.stack([residual for _, residual in results]).double().sum(0)
+        # Sums of numbers up to 2 x ranks, rounded at most 2 x ranks times beside the wire's.
+        tolerance = 2 * ranks * 8 * ranks * torch.finfo(dtype).eps
+        if numel:
+            assert (results[0][0].double() + kept - brought).abs().max() <= tolerance
+        if "stochastic" not in name:
+            plain, _ = on_threads(name, buffers)
+            assert torch.equal(plain[0], results[0][0])
+
+
+def test_residual_must_be_like_its_buffer():
+    """A residual of another length, dtype or layout is refused before anything moves."""
+
+    def function(transport: Transport) -> None:
+        buffer = torch.ones(4)
+        for residual in (torch.ones(3), torch.ones(4).double(), torch.ones(8)[::2]):
+            with pytest.raises(InputError, match="residual"):
+                Ring().all_reduce(buffer, transport, residual)
+        with pytest.raises(InputError, match="residual"):
+            Ring().all_reduce(buffer.half(), transport, buffer.half())
+
+    run_threads(1, function, TIMEOUT_S)
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8])
 @pytest.mark.parametrize("name", [n for n in THREADED if n.startswith("coded") and n != "coded-1"])
 def test_coded_errors_are_those_expected(name, ranks):

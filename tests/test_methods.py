@@ -13,10 +13,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from taciturn import collectives, methods
+from taciturn import aggregators, collectives, methods
+from taciturn.aggregators import Aggregator, Mean
 from taciturn.collectives import Backend, CodedRing, Collective, Direct, QuantizedRing, Ring
+from taciturn.error_feedback import ErrorFeedback
 from taciturn.errors import CodeError, InputError, MethodError
-from taciturn.methods import Key, Method, MethodSpec, Value, build, describe, parse, spell, table
+from taciturn.methods import (
+    Key,
+    Method,
+    MethodSpec,
+    Value,
+    aggregator,
+    build,
+    describe,
+    parse,
+    spell,
+    table,
+)
 
 SPECS = {spec.name: spec for spec in table()}
 KEYS = [
@@ -35,10 +48,27 @@ BESIDE = {
 }
 
 
+def constructor(spec: MethodSpec) -> Any:
+    """The class that the row builds."""
+    return getattr({"collectives": collectives, "aggregators": aggregators}[spec.package],
+                   spec.constructor)  # fmt: skip
+
+
+def made(text: str) -> Any:
+    """What the method names, without error feedback: a collective or an aggregator."""
+    if parse(text).name in {spec.name for spec in table("collectives")}:
+        return build(text)
+    built = aggregator(text)
+    return built.inner if isinstance(built, ErrorFeedback) else built
+
+
 def fields(spec: MethodSpec) -> dict[str, Any]:
-    """Constructor keywords and their defaults."""
-    signature = inspect.signature(getattr(collectives, spec.constructor))
-    return {name: parameter.default for name, parameter in signature.parameters.items()}
+    """Constructor keywords and their defaults; a default that is made anew each time is None."""
+    signature = inspect.signature(constructor(spec))
+    return {
+        name: None if parameter.default is dataclasses._HAS_DEFAULT_FACTORY else parameter.default  # type: ignore[attr-defined]
+        for name, parameter in signature.parameters.items()
+    }
 
 
 def write(spec: MethodSpec, key: Key, value: object) -> str:
@@ -51,34 +81,40 @@ def write(spec: MethodSpec, key: Key, value: object) -> str:
 def test_table_is_the_constructors_signatures(spec: MethodSpec) -> None:
     """Keys and defaults are the constructor's keywords and defaults, in one place each."""
     told = {key.name: key.default for key in spec.keys if not key.alias_of}
+    told.pop("feedback", None)  # a wrapper around what is built
     assert told == fields(spec)
 
 
-def test_every_collective_has_a_method() -> None:
-    """The table names all concrete collectives that the package exports, and no other."""
+@pytest.mark.parametrize(
+    ("package", "contract"), [(collectives, Collective), (aggregators, Aggregator)]
+)
+def test_everything_exported_has_a_method(package: Any, contract: type) -> None:
+    """The table names all concrete classes that the packages export, and no other."""
     exported = {
         name
-        for name in collectives.__all__
-        if inspect.isclass(found := getattr(collectives, name))
-        and issubclass(found, Collective)
+        for name in package.__all__
+        if inspect.isclass(found := getattr(package, name))
+        and issubclass(found, contract)
         and not inspect.isabstract(found)
     }
-    assert {spec.constructor for spec in table()} == exported
+    own = package.__name__.rpartition(".")[2]
+    assert {spec.constructor for spec in table(own)} == exported
 
 
 @EACH_METHOD
 def test_defaults_build(spec: MethodSpec) -> None:
     """A bare name builds the collective with the constructor's defaults."""
-    built = build(spec.name)
-    assert type(built) is getattr(collectives, spec.constructor)
-    assert {name: getattr(built, name) for name in fields(spec)} == fields(spec)
+    built = made(spec.name)
+    assert type(built) is constructor(spec)
+    told = {name: value for name, value in fields(spec).items() if name != "over"}
+    assert {name: getattr(built, name) for name in told} == told
 
 
 @EACH_KEY
 def test_choices_are_what_the_constructor_takes(spec: MethodSpec, key: Key) -> None:
     """Every choice in the table builds, and no choice of another key would have built."""
     if key.type != "choice":
-        assert all(build(write(spec, key, choice)) for choice in key.choices)
+        assert all(made(write(spec, key, choice)) for choice in key.choices)
         return
     everything = {choice for other in table() for known in other.keys for choice in known.choices}
     for word in sorted({*map(str, everything), "nonsense"}):
@@ -86,12 +122,12 @@ def test_choices_are_what_the_constructor_takes(spec: MethodSpec, key: Key) -> N
         beside = BESIDE.get((spec.name, key.name), "")
         options = {key.name: word, **dict(pair.split("=") for pair in beside.split(",") if pair)}
         if word in key.choices:
-            assert build(write(spec, key, word))
+            assert made(write(spec, key, word))
         else:
             with pytest.raises(MethodError):
                 parse(text)
             with pytest.raises((InputError, CodeError)):
-                getattr(collectives, spec.constructor)(**options)
+                constructor(spec)(**options)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +147,7 @@ def test_numbers_reach_as_far_as_the_constructor_lets_them(spec: MethodSpec, key
             continue
         inside = bound + step if key.open and outward < 0 else bound
         value = int(inside) if key.type == "int" else inside
-        assert build(write(spec, key, value))
+        assert made(write(spec, key, value))
         with pytest.raises(MethodError, match="at position"):
             parse(write(spec, key, value + outward))
 
@@ -124,6 +160,25 @@ def test_options_reach_the_constructor() -> None:
     assert (built.shuffle, built.wire, built.seed) == (True, "bf16", 3)
     assert vars(build("ring:segments=3")) == vars(Ring(segments=3))
     assert vars(build("backend:wire=bf16")) == vars(Backend(wire="bf16"))
+
+
+def test_aggregators_from_names() -> None:
+    """Collectives become means; biased methods get feedback unless told otherwise."""
+    assert isinstance(aggregator("quantized:bits=8"), Mean)
+    assert isinstance(aggregator("quantized:bits=4,feedback=true"), ErrorFeedback)
+    assert isinstance(aggregator("powersgd"), ErrorFeedback)
+    assert not isinstance(aggregator("powersgd:feedback=false"), ErrorFeedback)
+    nested = aggregator("mean:over=(coded:passes=2)")
+    assert isinstance(nested, Mean)
+    assert isinstance(nested.over, CodedRing)
+    assert nested.over.passes == 2
+
+
+@pytest.mark.parametrize("text", ["powersgd", "topk:ratio=0.1", "cast", "quantized:feedback=true"])
+def test_what_needs_training_is_no_collective(text: str) -> None:
+    """A single all-reduce has no step to feed back to, and no factors to warm-start from."""
+    with pytest.raises(MethodError, match="training"):
+        build(text)
 
 
 @pytest.mark.parametrize(("bits", "wire"), [(8, "int8"), (4, "int4")])
@@ -176,6 +231,8 @@ def values(key: Key) -> st.SearchStrategy[Value]:
         return st.sampled_from(key.choices)
     if key.type == "bool":
         return st.booleans()
+    if key.type == "method":
+        return st.sampled_from([parse("ring"), parse("coded:passes=2,code=fourier")])
     highest = math.inf if key.maximum is None else key.maximum
     lowest = 0 if key.minimum is None else key.minimum
     if key.type == "int":
@@ -192,7 +249,14 @@ def written(draw: st.DrawFn) -> tuple[str, str, dict[str, Value]]:
     options = {key.name: draw(values(key)) for key in chosen}
     blank = draw(st.sampled_from(["", " ", "\n "]))
     pairs = [
-        f"{name}{blank}={blank}{str(value).lower() if isinstance(value, bool) else value}"
+        f"{name}{blank}={blank}"
+        + (
+            f"({value.text})"
+            if isinstance(value, Method)
+            else str(value).lower()
+            if isinstance(value, bool)
+            else str(value)
+        )
         for name, value in options.items()
     ]
     text = spec.name + (f":{blank}" if pairs else "") + f"{blank},".join(pairs)

@@ -10,26 +10,42 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from taciturn.aggregators import Aggregator, Cast, Mean, PowerSGD, TopK
     from taciturn.collectives import Backend, CodedRing, Collective, Direct, QuantizedRing, Ring
-    from taciturn.methods import build
+    from taciturn.error_feedback import ErrorFeedback
+    from taciturn.methods import aggregator, build
     from taciturn.testbed import Testbed
     from taciturn.transport import DistributedTransport, Transport, run_threads
 
 __all__ = [
+    "Aggregator",
     "Backend",
+    "Cast",
     "CodedRing",
     "Collective",
     "Direct",
     "DistributedTransport",
+    "ErrorFeedback",
+    "Mean",
+    "PowerSGD",
     "QuantizedRing",
     "Ring",
     "Testbed",
+    "TopK",
     "Transport",
+    "aggregator",
     "build",
     "run_threads",
 ]
 
 _HOMES = {
+    "Aggregator": "aggregators",
+    "Cast": "aggregators",
+    "ErrorFeedback": "error_feedback",
+    "Mean": "aggregators",
+    "PowerSGD": "aggregators",
+    "TopK": "aggregators",
+    "aggregator": "methods",
     "Backend": "collectives",
     "CodedRing": "collectives",
     "Collective": "collectives",

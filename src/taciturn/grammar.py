@@ -133,14 +133,17 @@ class MethodSpec:
     Attributes:
         name: the method's name.
         summary: what it is, for a newcomer; one sentence without the full stop.
-        constructor: the class in :mod:`taciturn.collectives` whose keywords are the keys.
+        constructor: the class whose keywords are the keys.
         keys: in the order in which they are printed.
+        package: of the constructor, within ``taciturn``: ``collectives``, which sum any buffers, or
+            ``aggregators``, which average gradients in training.
     """
 
     name: str
     summary: str
     constructor: str
     keys: tuple[Key, ...]
+    package: Literal["collectives", "aggregators"] = "collectives"
 
 
 def parse(text: str, specs: Sequence[MethodSpec]) -> Method:

@@ -19,6 +19,7 @@ from taciturn.errors import MethodError
 from taciturn.grammar import Key, Method, MethodSpec, Value, nearest, spell, spell_value
 
 if TYPE_CHECKING:
+    from taciturn.aggregators import Aggregator
     from taciturn.collectives import Collective
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Method",
     "MethodSpec",
     "Value",
+    "aggregator",
     "build",
     "describe",
     "parse",
@@ -78,6 +80,15 @@ _SEGMENTS = Key(
     unset="by the size",
 )
 _SEED = Key("seed", "int", 0, "of everything random in it", minimum=0)
+
+_FEEDBACK = Key(
+    "feedback",
+    "bool",
+    None,
+    "in training, add what a step leaves out to the next",
+    unset="if biased",
+)
+_OVER = Key("over", "method", None, "collective that sums", unset="by the method")
 
 _TABLE: tuple[MethodSpec, ...] = (
     MethodSpec(
@@ -178,20 +189,83 @@ _TABLE: tuple[MethodSpec, ...] = (
         "quantized",
         "Ring that rounds at each hop; all ranks end bit-identical",
         "QuantizedRing",
-        (_wire(*_FORMATS, default="int8"), _BITS, _BLOCK, _ROUNDING, _SEGMENTS, _SEED),
+        (_wire(*_FORMATS, default="int8"), _BITS, _BLOCK, _ROUNDING, _SEGMENTS, _SEED, _FEEDBACK),
     ),
     MethodSpec(
         "direct",
         "Each rank to each other, two roundings in all; ranks end bit-identical",
         "Direct",
-        (_wire(*_FORMATS, default="int8"), _BITS, _BLOCK, _ROUNDING, _SEGMENTS, _SEED),
+        (_wire(*_FORMATS, default="int8"), _BITS, _BLOCK, _ROUNDING, _SEGMENTS, _SEED, _FEEDBACK),
+    ),
+    MethodSpec(
+        "mean",
+        "Average by any collective, given in parentheses",
+        "Mean",
+        (Key("over", "method", None, "collective that sums", unset="(backend)"), _FEEDBACK),
+        "aggregators",
+    ),
+    MethodSpec(
+        "cast",
+        "Average in 16 bits by the process group's own all_reduce",
+        "Cast",
+        (
+            Key("wire", "choice", "bf16", "fp16: finer, overflows", choices=("bf16", "fp16")),
+            _FEEDBACK,
+        ),
+        "aggregators",
+    ),
+    MethodSpec(
+        "powersgd",
+        "Low-rank average of each matrix, from the last step's (PowerSGD)",
+        "PowerSGD",
+        (
+            Key(
+                "rank", "int", 4, "columns of the factors; more: more bytes, less error", minimum=1
+            ),
+            Key("alternate", "bool", False, "one exchange per step: left and right in turn"),
+            Key(
+                "min_saving",
+                "float",
+                2.0,
+                "compress what shrinks by this factor at least",
+                minimum=1,
+            ),
+            Key("warm_start", "bool", True, "start from the last step's factors"),
+            _SEED,
+            _OVER,
+            _FEEDBACK,
+        ),
+        "aggregators",
+    ),
+    MethodSpec(
+        "topk",
+        "The largest elements of each rank, gathered by all",
+        "TopK",
+        (
+            Key(
+                "ratio",
+                "float",
+                0.01,
+                "share of the elements that is sent",
+                minimum=0,
+                maximum=1,
+                open=True,
+            ),
+            Key(
+                "sample", "int", 65536, "elements from which the threshold is guessed", minimum=1024
+            ),
+            _SEED,
+            Key("wire", "choice", "fp32", "number format of the values", choices=("fp32", "bf16")),
+            _FEEDBACK,
+        ),
+        "aggregators",
     ),
 )
 
 
-def table() -> list[MethodSpec]:
-    """All methods, in the order in which they are printed."""
-    return list(_TABLE)
+def table(package: str | None = None) -> list[MethodSpec]:
+    """All methods, in the order in which they are printed; those of one package if it is given."""
+    return [spec for spec in _TABLE if package in (None, spec.package)]
 
 
 def parse(text: str) -> Method:
@@ -235,15 +309,56 @@ def build(method: Method | str) -> Collective:
     """The collective that the method names, with the options given.
 
     Raises:
-        MethodError: no such method.
+        MethodError: no such method, or one that needs a training loop.
         CodeError, InputError: its options are possible one by one, but not together.
     """
     from taciturn import collectives
 
     method = parse(method) if isinstance(method, str) else method
     spec = _find(method)
+    if spec.package != "collectives":
+        names = ", ".join(s.name for s in table("collectives"))
+        raise MethodError(
+            f"{method.text!r} averages gradients step by step in training (taciturn.ddp.attach) "
+            f"and is no all-reduce of a buffer; those are {names}"
+        )
+    if method.options.get("feedback"):
+        raise MethodError(
+            f"{method.text!r}: feedback adds what one training step leaves out to the next, and a "
+            "single all-reduce has no next; leave it out"
+        )
     collective: Collective = getattr(collectives, spec.constructor)(**_keywords(spec, method))
     return collective
+
+
+def aggregator(method: Method | str) -> Aggregator:
+    """The aggregator that the method names: a collective's average, or one of its own.
+
+    Biased ones come with error feedback unless ``feedback=false`` says otherwise.
+
+    Raises:
+        MethodError: no such method.
+        CodeError, InputError: its options are possible one by one, but not together.
+    """
+    from dataclasses import replace
+
+    from taciturn import aggregators
+    from taciturn.error_feedback import ErrorFeedback
+
+    method = parse(method) if isinstance(method, str) else method
+    spec = _find(method)
+    options = dict(method.options)
+    feedback = options.pop("feedback", None)
+    bare = replace(method, options=options)
+    made: Aggregator
+    if spec.package == "collectives":
+        made = aggregators.Mean(build(bare))
+    else:
+        keywords: dict[str, object] = dict(_keywords(spec, bare))
+        if isinstance(keywords.get("over"), Method):
+            keywords["over"] = build(keywords["over"])  # type: ignore[arg-type]
+        made = getattr(aggregators, spec.constructor)(**keywords)
+    return ErrorFeedback(made) if (made.biased if feedback is None else feedback) else made
 
 
 def _find(method: Method) -> MethodSpec:
@@ -261,5 +376,6 @@ def _keywords(spec: MethodSpec, method: Method) -> dict[str, Value]:
     keywords: dict[str, Value] = {}
     for name, value in method.options.items():
         target, meant = keys[name].written_out(value)
-        keywords[target] = meant
+        if target != _FEEDBACK.name:  # a wrapper, not a keyword
+            keywords[target] = meant
     return keywords

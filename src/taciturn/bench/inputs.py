@@ -31,6 +31,7 @@ __all__ = [
     "Span",
     "check_source",
     "corpus",
+    "draw_batch",
     "file_elems",
     "file_for_rank",
     "gpt_shape",
@@ -102,7 +103,7 @@ def corpus() -> torch.Tensor:
     return torch.from_numpy(np.frombuffer(text, dtype=np.uint8).copy())
 
 
-def _batch(text: torch.Tensor, sequences: int, generator: torch.Generator) -> torch.Tensor:
+def draw_batch(text: torch.Tensor, sequences: int, generator: torch.Generator) -> torch.Tensor:
     """Random windows of the text, int64, shape ``(sequences, CONTEXT + 1)``."""
     starts = torch.randint(len(text) - CONTEXT - 1, (sequences,), generator=generator)
     return torch.stack([text[s : s + CONTEXT + 1] for s in starts.tolist()]).long()
@@ -219,7 +220,7 @@ def _warm_up(model: GPT, text: torch.Tensor, generator: torch.Generator) -> None
     momentum = [torch.zeros_like(p) for p in parameters]
     for _ in range(WARM_STEPS):
         slopes = torch.autograd.grad(
-            model.loss(_batch(text, WARM_SEQUENCES, generator)), parameters
+            model.loss(draw_batch(text, WARM_SEQUENCES, generator)), parameters
         )
         with torch.no_grad():
             for parameter, m, slope in zip(parameters, momentum, slopes, strict=True):
@@ -246,7 +247,8 @@ def gradients(numel: int, rank: int, seed: int = 0) -> Input:
     model = GPT(shape, common)
     _warm_up(model, text, common)
     own = torch.Generator().manual_seed((seed << 20) + rank + 1)
-    slopes = torch.autograd.grad(model.loss(_batch(text, SEQUENCES, own)), list(model.parameters()))
+    loss = model.loss(draw_batch(text, SEQUENCES, own))
+    slopes = torch.autograd.grad(loss, list(model.parameters()))
 
     buffer = torch.empty(numel)
     spans: list[Span] = []

@@ -25,7 +25,8 @@ class Backend(Collective):
     are not counted, and its lengths and dtypes are not checked beforehand.
 
     Args:
-        wire: cast to this dtype for the exchange ("bf16", "fp16", "fp32"); None: as it is.
+        wire: cast to this dtype for the exchange ("bf16", "fp16", "fp32"); None: as it is. Of a
+            residual only the cast is known; what the backend rounds on the way is lost.
     """
 
     wire: str | None = None
@@ -39,7 +40,13 @@ class Backend(Collective):
             raise InputError(f"wire={self.wire!r}: the backend can send {', '.join(_WIRES)}")
 
     @override
-    def _sum(self, flat: torch.Tensor, transport: Transport, header: Header) -> None:
+    def _sum(
+        self,
+        flat: torch.Tensor,
+        transport: Transport,
+        header: Header,
+        residual: torch.Tensor | None,
+    ) -> None:
         if not isinstance(transport, DistributedTransport):
             raise InputError(
                 "the backend's own all-reduce needs a torch.distributed group: "
@@ -50,6 +57,8 @@ class Backend(Collective):
             return
         with transport.ledger.codec():
             narrow = flat.to(_WIRES[self.wire])
+            if residual is not None:
+                torch.sub(flat, narrow, out=residual)
         transport.backend_all_reduce(narrow)
         with transport.ledger.codec():
             flat.copy_(narrow)

@@ -26,7 +26,7 @@ import torch
 from taciturn.errors import InputError, MismatchError, PeerError
 from taciturn.transport import HEADER_BYTES, Header, Transport
 
-__all__ = ["Collective", "Cost", "bounds"]
+__all__ = ["Collective", "Cost", "bounds", "ceil_div", "header_cost", "is_dense", "real_numel"]
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _COMPLEX = {torch.complex64: torch.float32, torch.complex128: torch.float64}
@@ -64,7 +64,10 @@ class Collective(ABC):
     """Integer buffers are summed too (with wrap-around, as everywhere in torch)."""
 
     def all_reduce(
-        self, buffer: torch.Tensor | Sequence[torch.Tensor], transport: Transport
+        self,
+        buffer: torch.Tensor | Sequence[torch.Tensor],
+        transport: Transport,
+        residual: torch.Tensor | None = None,
     ) -> None:
         """Replace ``buffer`` by its sum over the ranks, in place.
 
@@ -72,6 +75,10 @@ class Collective(ABC):
             buffer: a tensor of any shape, or a list of tensors that are exchanged as one. Dense
                 layouts such as channels_last are exchanged in memory order, without a copy.
             transport: the ranks that take part. All of them make the same calls in the same order.
+            residual: None, or for one contiguous fp32 or fp64 tensor memory like it, which gets the
+                roundings that this rank made: the sum over ranks of what they brought is the result
+                plus the sum over ranks of these. Zero where a collective rounds nothing away that
+                its rank could know of.
 
         Raises:
             InputError: a buffer that cannot be reduced (sparse, mixed devices or dtypes, ...).
@@ -83,7 +90,7 @@ class Collective(ABC):
         try:
             with torch.no_grad():
                 if isinstance(buffer, torch.Tensor):
-                    self._reduce_tensor(buffer, transport)
+                    self._reduce_tensor(buffer, transport, residual)
                 else:
                     self._reduce_list(list(buffer), transport)
         except (PeerError, MismatchError):
@@ -110,14 +117,19 @@ class Collective(ABC):
         for tensor, flat in zip(tensors, flats, strict=True):
             _write_back(tensor, flat)
 
-    def _reduce_tensor(self, buffer: torch.Tensor, transport: Transport) -> None:
+    def _reduce_tensor(
+        self, buffer: torch.Tensor, transport: Transport, residual: torch.Tensor | None = None
+    ) -> None:
         flat = _memory_order(buffer)
+        if residual is not None:
+            _check_residual(buffer, residual)
+            residual.zero_()
         if transport.size > 1:
             real = torch.view_as_real(flat).view(-1) if flat.dtype in _COMPLEX else flat
             self._check_dtype(buffer.dtype)
             header = Header(repr(self), real.numel(), str(buffer.dtype), _layout(buffer),
                             transport.calls)  # fmt: skip
-            self._sum(real, transport, header)
+            self._sum(real, transport, header, residual)
         _write_back(buffer, flat)
 
     def _check_dtype(self, dtype: torch.dtype) -> None:
@@ -128,10 +140,17 @@ class Collective(ABC):
         raise InputError(f"{kind} cannot reduce a buffer of {dtype}: {hint}")
 
     @abstractmethod
-    def _sum(self, flat: torch.Tensor, transport: Transport, header: Header) -> None:
+    def _sum(
+        self,
+        flat: torch.Tensor,
+        transport: Transport,
+        header: Header,
+        residual: torch.Tensor | None,
+    ) -> None:
         """Sum ``flat``, 1-D and contiguous, over two or more ranks, in place.
 
         Exchanges ``header`` (``transport.agree``) with the peers it will exchange data with, first.
+        ``residual``, if there is one, is zero; the roundings that this rank makes go there.
         """
 
     @abstractmethod
@@ -178,7 +197,7 @@ def header_cost(messages: int = 1) -> tuple[int, int]:
     return messages, messages * HEADER_BYTES
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
+def is_dense(tensor: torch.Tensor) -> bool:
     """Say whether the elements fill one stretch of memory, each address once."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
@@ -202,7 +221,7 @@ def _memory_order(tensor: torch.Tensor) -> torch.Tensor:
     detached = tensor.detach()
     if detached.is_conj() or detached.is_neg():
         return detached.resolve_conj().resolve_neg().contiguous().view(-1)
-    if detached.numel() == 0 or not _is_dense(detached):
+    if detached.numel() == 0 or not is_dense(detached):
         if 0 in detached.stride() and detached.numel() > 1:
             raise InputError(
                 f"an expanded tensor of shape {tuple(tensor.shape)}: several elements share one "
@@ -218,9 +237,24 @@ def _write_back(tensor: torch.Tensor, flat: torch.Tensor) -> None:
         tensor.detach().copy_(flat.view(tensor.shape))
 
 
+def _check_residual(buffer: torch.Tensor, residual: torch.Tensor) -> None:
+    """Refuse a residual that is not like its buffer."""
+    if buffer.dtype not in (torch.float32, torch.float64) or not buffer.is_contiguous():
+        raise InputError(
+            f"a residual of a buffer of {buffer.dtype}: only contiguous fp32 and fp64 buffers "
+            "have one"
+        )
+    same = residual.shape == buffer.shape and residual.dtype == buffer.dtype
+    if not same or residual.device != buffer.device or not residual.is_contiguous():
+        raise InputError(
+            f"a residual of shape {tuple(residual.shape)}, {residual.dtype} for a buffer of shape "
+            f"{tuple(buffer.shape)}, {buffer.dtype}: give contiguous memory like the buffer"
+        )
+
+
 def _layout(tensor: torch.Tensor) -> int:
     """Return 0 for contiguous memory order, else a checksum of shape and strides."""
-    if tensor.is_contiguous() or not _is_dense(tensor):
+    if tensor.is_contiguous() or not is_dense(tensor):
         return 0
     import zlib
 

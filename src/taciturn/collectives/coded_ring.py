@@ -181,12 +181,18 @@ class CodedRing(Collective):
             self.wire, dtype, block=self.block, rounding=self.rounding, device=device, seed=seed
         )
 
-    def _sum(self, flat: torch.Tensor, transport: Transport, header: Header) -> None:
+    def _sum(
+        self,
+        flat: torch.Tensor,
+        transport: Transport,
+        header: Header,
+        residual: torch.Tensor | None,
+    ) -> None:
         size = transport.size
         code, _ = self.plan(flat.numel(), flat.dtype, size)
         call, self._calls = self._calls, self._calls + 1
         if code is None:
-            self._plain(flat.dtype)._sum(flat, transport, header)
+            self._plain(flat.dtype)._sum(flat, transport, header, residual)
             return
         order = ring_order(size, self.seed, call, self.ranks_per_host) if self.shuffle else None
         position = transport.rank if order is None else order.index(transport.rank)

@@ -65,7 +65,13 @@ class Direct(Collective):
         message = self._wire(dtype, None, 0).nbytes(ceil_div(numel, ranks))
         return segments_for(message, self.segments)
 
-    def _sum(self, flat: torch.Tensor, transport: Transport, header: Header) -> None:
+    def _sum(
+        self,
+        flat: torch.Tensor,
+        transport: Transport,
+        header: Header,
+        residual: torch.Tensor | None,
+    ) -> None:
         size, rank = transport.size, transport.rank
         # Staggered, so that not all ranks send to the same one first.
         to = [(rank + step) % size for step in range(1, size)]
@@ -74,7 +80,7 @@ class Direct(Collective):
         wire = self._wire(flat.dtype, flat.device, call_seed(self.seed, rank, self._calls))
         self._calls += 1
         segments = self._segments(flat.numel(), flat.dtype, size)
-        _DirectExchange(flat, wire, transport, to, from_, segments).run()
+        _DirectExchange(flat, wire, transport, to, from_, segments, residual).run()
 
     @override
     def cost(self, numel: int, dtype: torch.dtype, ranks: int, rank: int = 0) -> Cost:
@@ -122,11 +128,13 @@ class _DirectExchange:
         to: list[int],
         from_: list[int],
         segments: int,
+        residual: torch.Tensor | None,
     ) -> None:
         self.wire, self.transport, self.to, self.from_ = wire, transport, to, from_
         self.segments = segments
         self.chunks = ring_chunks(flat, transport.size, segments)
         self.own = self.chunks[transport.rank]
+        self.errors = None if residual is None else ring_chunks(residual, transport.size, segments)
         self.sending: list[Request] = []
 
     def post(
@@ -158,7 +166,7 @@ class _DirectExchange:
                 piece = self.chunks[peer][k]
                 with ledger.codec():
                     message = self.wire.message(piece.numel())
-                    self.wire.encode(piece, message)
+                    self.encode(piece, message, peer, k)
                 sends.append((message.data, peer, k))
                 if not transport.batched:
                     self.post([sends.pop()], [])
@@ -189,6 +197,13 @@ class _DirectExchange:
         for request in self.sending:
             request.wait()
 
+    def encode(self, values: torch.Tensor, message: Message, chunk: int, segment: int) -> None:
+        """Encode a piece of a chunk; each is rounded once here: on its way, or when finished."""
+        if self.errors is None:
+            self.wire.encode(values, message)
+        else:
+            self.wire.encode_with_error(values, message, self.errors[chunk][segment])
+
     def sum_of(self, segment: int, parts: list[Message], incoming: list[Request]) -> Message:
         """Return the message of the finished piece; the own piece becomes its decoded copy."""
         piece = self.own[segment]
@@ -200,6 +215,6 @@ class _DirectExchange:
                 self.wire.accumulate(part, total)
         with self.transport.ledger.codec():
             message = self.wire.message(piece.numel())
-            self.wire.encode(total, message)
+            self.encode(total, message, self.transport.rank, segment)
             self.wire.decode(message, piece)
         return message

@@ -58,7 +58,13 @@ class QuantizedRing(Collective):
             self.wire, dtype, block=self.block, rounding=self.rounding, device=device, seed=seed
         )
 
-    def _sum(self, flat: torch.Tensor, transport: Transport, header: Header) -> None:
+    def _sum(
+        self,
+        flat: torch.Tensor,
+        transport: Transport,
+        header: Header,
+        residual: torch.Tensor | None,
+    ) -> None:
         size, rank = transport.size, transport.rank
         neighbours = ring_neighbours(transport)
         transport.agree(header, *([n] for n in neighbours))
@@ -66,7 +72,7 @@ class QuantizedRing(Collective):
         self._calls += 1
         wire = self._wire(flat.dtype, flat.device, seed)
         segments = self._segments(flat.numel(), flat.dtype, size)
-        chain = _QuantizedChain(flat, wire, rank, size, segments)
+        chain = _QuantizedChain(flat, wire, rank, size, segments, residual)
         run_rounds(chain, transport, 2 * (size - 1), segments, *neighbours)
 
     def _segments(self, numel: int, dtype: torch.dtype, ranks: int) -> int:
@@ -102,9 +108,20 @@ class QuantizedRing(Collective):
 class _QuantizedChain(Chain):
     """Messages in buffers of their own; the chunks of ``flat`` are read once and written once."""
 
-    def __init__(self, flat: torch.Tensor, wire: Wire, rank: int, size: int, segments: int) -> None:
+    def __init__(
+        self,
+        flat: torch.Tensor,
+        wire: Wire,
+        rank: int,
+        size: int,
+        segments: int,
+        residual: torch.Tensor | None,
+    ) -> None:
         self.rank, self.size, self.wire = rank, size, wire
         self.chunks = ring_chunks(flat, size, segments)
+        # Every rank rounds every chunk once: as it sends its own first one, and as it passes on
+        # the others.
+        self.errors = None if residual is None else ring_chunks(residual, size, segments)
         longest = wire.nbytes(max(piece.numel() for piece in self.chunks[-1]))
         # Three to receive into, since a finished chunk is passed on from where it arrived, and two
         # to send from.
@@ -117,6 +134,11 @@ class _QuantizedChain(Chain):
     def piece(self, round: int, segment: int) -> torch.Tensor:
         """Return the piece that is received in ``round``."""
         return self.chunks[(self.rank - round - 1) % self.size][segment]
+
+    def error(self, round: int, segment: int) -> torch.Tensor:
+        """Return the part of the residual that belongs to that piece."""
+        assert self.errors is not None
+        return self.errors[(self.rank - round - 1) % self.size][segment]
 
     def message(self, buffer: int, segment: int, numel: int) -> Message:
         """Return the message in a buffer; chunks differ in length by one element at most."""
@@ -133,7 +155,10 @@ class _QuantizedChain(Chain):
     def first(self, segment: int) -> torch.Tensor:
         piece = self.piece(0, segment)
         message = self.message(4, segment, piece.numel())
-        self.wire.encode(piece, message)
+        if self.errors is None:
+            self.wire.encode(piece, message)
+        else:
+            self.wire.encode_with_error(piece, message, self.error(0, segment))
         return message.data
 
     @override
@@ -147,7 +172,12 @@ class _QuantizedChain(Chain):
             return arrival.data
         piece = self.piece(round, segment)
         message = self.message(3 + (round + 1) % 2, segment, piece.numel())
-        self.wire.relay(arrival, piece, message, keep=round == self.size - 1)
+        keep = round == self.size - 1
+        if self.errors is None:
+            self.wire.relay(arrival, piece, message, keep)
+        else:
+            error = self.error(round, segment)
+            self.wire.relay_with_error(arrival, piece, message, keep, error)
         return message.data
 
     @override

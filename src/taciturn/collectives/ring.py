@@ -46,7 +46,13 @@ class Ring(Collective):
     def __post_init__(self) -> None:
         check_segments(self.segments)
 
-    def _sum(self, flat: torch.Tensor, transport: Transport, header: Header) -> None:
+    def _sum(
+        self,
+        flat: torch.Tensor,
+        transport: Transport,
+        header: Header,
+        residual: torch.Tensor | None,  # noqa: ARG002 - nothing is rounded away
+    ) -> None:
         size = transport.size
         neighbours = ring_neighbours(transport)
         transport.agree(header, *([n] for n in neighbours))

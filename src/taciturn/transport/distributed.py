@@ -119,6 +119,7 @@ class DistributedTransport(Transport):
         if self.batched:
             self.header_device = torch.device("cuda", torch.cuda.current_device())
         self._failure: TaciturnError | None = None
+        self._reducible: dict[torch.dtype, bool] = {}
         # Gloo's own connecting is no barrier: a rank that went on and closed would break those
         # that still connect.
         self._meet("opening")
@@ -193,6 +194,19 @@ class DistributedTransport(Transport):
                 self.group.allreduce([flat]).wait()
         except RuntimeError as error:
             self.lost(None, error)  # gloo does not say on whom it waited
+
+    def can_reduce(self, dtype: torch.dtype) -> bool:
+        """Say whether the backend sums this dtype. All ranks call it, and get the same answer."""
+        if dtype not in self._reducible:
+            probe = torch.zeros(1, dtype=dtype, device=self.header_device)
+            try:
+                self.group.allreduce([probe]).wait(self.wait_timeout)
+                self._reducible[dtype] = True
+            except (RuntimeError, TypeError) as error:
+                if "type" not in str(error).lower():
+                    self.lost(None, error)
+                self._reducible[dtype] = False
+        return self._reducible[dtype]
 
     def close(self) -> None:
         """End this transport and its connections. Call it on every rank, after its last use.

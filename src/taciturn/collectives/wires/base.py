@@ -109,6 +109,32 @@ class Wire(ABC):
             onward: what is to be sent, changed in place.
         """
 
+    def encode_with_error(
+        self, values: torch.Tensor, message: Message, error: torch.Tensor
+    ) -> None:
+        """Encode; ``error``, like ``values``, becomes values - decode(message)."""
+        self.encode(values, message)
+        self.decode(message, error)
+        torch.sub(values, error, out=error)
+
+    def relay_with_error(
+        self,
+        message: Message,
+        own: torch.Tensor,
+        onward: Message,
+        keep: bool,
+        error: torch.Tensor,
+    ) -> None:
+        """Relay; ``error``, like ``own``, becomes decode(message) + own - decode(onward)."""
+        self.decode(message, error)
+        error.add_(own)
+        self.encode(error, onward)
+        decoded = torch.empty_like(error)
+        self.decode(onward, decoded)
+        error.sub_(decoded)
+        if keep:
+            own.copy_(decoded)
+
 
 LARGEST_BLOCK = 1 << 17
 """Elements of a block at most."""

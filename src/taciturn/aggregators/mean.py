@@ -1,0 +1,57 @@
+"""The average over ranks by any collective, exact or not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from taciturn.aggregators.base import Aggregator, Group
+from taciturn.collectives.backend import Backend
+from taciturn.collectives.base import Collective, Cost
+from taciturn.transport import Transport
+
+__all__ = ["Mean"]
+
+
+@dataclass(eq=False)
+class Mean(Aggregator):
+    """The collective's sum over the number of ranks.
+
+    The residual is the roundings that this rank made on narrow wires, one for each element; zero
+    for exact collectives, and for coded rings, whose error is a spread with zero mean over ranks.
+
+    Args:
+        over: the collective that sums; the backend's own if left out.
+    """
+
+    over: Collective = field(default_factory=Backend)
+
+    def __post_init__(self) -> None:
+        self.bit_identical = self.over.exact or self.over.bit_identical
+
+    @override
+    def aggregate(
+        self,
+        gradients: torch.Tensor,
+        group: Group,
+        transport: Transport,
+        residual: torch.Tensor | None = None,
+    ) -> None:
+        self.over.all_reduce(gradients, transport, residual)
+        if transport.size > 1:
+            gradients.div_(transport.size)
+
+    @override
+    def cost(self, group: Group, dtype: torch.dtype, ranks: int, rank: int = 0) -> Cost | None:
+        return self.over.cost(group.numel, dtype, ranks, rank)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return self.over.state_dict()
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.over.load_state_dict(state)
