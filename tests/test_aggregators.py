@@ -287,12 +287,24 @@ def test_wrong_state_is_refused(name):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", ["mean-int4-direct", "powersgd", "powersgd-alternate", "topk"])
-def test_feedback_sends_everything_in_the_end(name, dtype):
-    """The mean of the outputs of a constant gradient goes to the true mean (within 1 %)."""
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Mean(Direct("int4")),
+        lambda: PowerSGD(rank=6, min_saving=1),
+        lambda: PowerSGD(rank=6, min_saving=1, alternate=True),
+        lambda: TopK(ratio=0.25),
+    ],
+)
+def test_feedback_sends_everything_in_the_end(make, dtype):
+    """The mean of the outputs of a constant gradient goes to the true mean (within 1 %).
+
+    It is off by the last residual over the number of steps, whatever the method: the ranks and
+    ratios here keep the residual below two gradients.
+    """
 
     def function(transport: Transport) -> torch.Tensor:
-        aggregator = ErrorFeedback(IMPLEMENTATIONS[name].make(), dtype=dtype)
+        aggregator = ErrorFeedback(make(), dtype=dtype)
         total = torch.zeros(GROUP.numel, dtype=torch.float64)
         for _ in range(200):
             out = gradients(transport.rank)

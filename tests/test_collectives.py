@@ -153,18 +153,78 @@ def test_residuals_account_for_every_rounding(name, ranks, dtype):
             assert torch.equal(plain[0], results[0][0])
 
 
+@pytest.mark.parametrize("buffer", [None, "ring", 3.0, [1.0, 2.0], [torch.ones(2), None]])
+def test_only_tensors_are_reduced(buffer):
+    """Anything but tensors is an InputError that says what to give."""
+    with pytest.raises(InputError, match="tensor"):
+        run_threads(1, lambda t: Ring().all_reduce(buffer, t), TIMEOUT_S)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.ones(3).expand(4, 3),
+        lambda: torch.arange(10.0).as_strided((4, 3), (1, 1)),
+        lambda: torch.arange(10.0).as_strided((2, 3), (2, 1)),
+        lambda: torch.arange(20.0).unfold(0, 5, 2),
+    ],
+)
+def test_overlapping_views_are_refused(make):
+    """Elements that share an address cannot be replaced one by one."""
+    with pytest.raises(InputError, match="contiguous"):
+        run_threads(1, lambda t: Ring().all_reduce(make(), t), TIMEOUT_S)
+
+
+def test_gaps_are_no_overlaps():
+    """A strided view is summed, and what lies between its elements is left alone."""
+
+    def function(transport: Transport) -> torch.Tensor:
+        whole = torch.arange(24.0).view(4, 6)
+        Ring().all_reduce(whole[::2, ::3], transport)
+        return whole
+
+    expected = torch.arange(24.0).view(4, 6)
+    expected[::2, ::3] *= 3
+    assert all(torch.equal(whole, expected) for whole in run_threads(3, function, TIMEOUT_S))
+
+
+def test_a_budget_holds_for_the_plain_ring_too():
+    """Where no code meets a budget, the ring on a wire too coarse for it is not taken either."""
+    budget = 1e-5
+    buffers = normal(50_001, 4)
+
+    def function(transport: Transport) -> torch.Tensor:
+        buffer = buffers[transport.rank].clone()
+        CodedRing(spread_budget=1, mean_error_budget=budget, wire="bf16").all_reduce(
+            buffer, transport
+        )
+        return buffer
+
+    total = torch.stack(buffers).double().sum(0)
+    for result in run_threads(4, function, TIMEOUT_S):
+        assert rms(result - total) / rms(total) <= budget
+    loose = CodedRing(mean_error_budget=1e-2, wire="bf16").plan(1000, torch.float32, 4)
+    assert loose[0] is None
+    assert "QuantizedRing(wire='bf16'" in loose[1]
+
+
+def test_noise_is_said_aloud(caplog):
+    """A code whose decoder drowns the sum in roundings is reported when it is chosen."""
+    CodedRing(components=5, code="vandermonde").plan(1000, torch.float32, 3)
+    assert "noise" in caplog.text
+    caplog.clear()
+    CodedRing(passes=16, code="fourier").plan(1000, torch.float32, 8)
+    assert "noise" not in caplog.text
+
+
 def test_residual_must_be_like_its_buffer():
     """A residual of another length, dtype or layout is refused before anything moves."""
-
-    def function(transport: Transport) -> None:
-        buffer = torch.ones(4)
-        for residual in (torch.ones(3), torch.ones(4).double(), torch.ones(8)[::2]):
-            with pytest.raises(InputError, match="residual"):
-                Ring().all_reduce(buffer, transport, residual)
+    buffer = torch.ones(4)
+    for residual in (torch.ones(3), torch.ones(4).double(), torch.ones(8)[::2]):
         with pytest.raises(InputError, match="residual"):
-            Ring().all_reduce(buffer.half(), transport, buffer.half())
-
-    run_threads(1, function, TIMEOUT_S)
+            run_threads(1, lambda t, r=residual: Ring().all_reduce(buffer, t, r), TIMEOUT_S)
+    with pytest.raises(InputError, match="residual"):
+        run_threads(1, lambda t: Ring().all_reduce(buffer.half(), t, buffer.half()), TIMEOUT_S)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8])

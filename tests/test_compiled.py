@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import numba
@@ -77,6 +80,34 @@ def test_nothing_is_compiled_while_ranks_wait(dtype):
 
     run_threads(3, run, 60)
     assert signatures() == before
+
+
+@pytest.mark.parametrize("damage", ["nothing left", "not a cache"])
+def test_a_cache_that_cannot_be_used(damage, tmp_path):
+    """A full disk or a damaged file costs a warning and a compilation, not the run."""
+    code = (
+        "import warnings; warnings.simplefilter('ignore');"
+        "from taciturn.collectives import QuantizedRing; QuantizedRing();"
+        "from taciturn.collectives.wires import kernels; print(kernels.encode_blocks.signatures)"
+    )
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", code]
+    if damage == "nothing left":
+        # Files may not grow: what numba writes fails as on a full disk, but for a signal.
+        code = f"import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); \
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)); {code}"
+        command = [sys.executable, "-c", code]
+    else:
+        subprocess.run(command, env=environment, check=True, timeout=120, capture_output=True)
+        written = [path for path in tmp_path.rglob("*.nb*") if path.is_file()]
+        assert written
+        for path in written:
+            path.write_bytes(b"not what numba wrote")
+    done = subprocess.run(
+        command, env=environment, check=False, timeout=120, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "float32" in done.stdout
 
 
 def test_no_place_for_a_cache(monkeypatch):

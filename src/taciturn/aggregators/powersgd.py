@@ -342,17 +342,15 @@ class PowerSGD(Aggregator):
         if len(costs) < len(parts):
             return None
         factors = sum(plan.numels.values())
-        # Buffers and roundings; starts, orthonormal factors, own copies, what cancels, and both
-        # side by side for one product; copies of matrices and of their residuals; fp64.
-        elements = 2 * sum(numels) + plan.rest_numel + 7 * factors + 2 * plan.copied_numel
-        wide = 3 * 8 * max(plan.numels.values())
+        # Buffers and their roundings; start, fixed and own factors, what cancels, and all of these
+        # side by side for one product (more than the fp64 copies, gone by then); copies of matrices
+        # and of their residuals.
+        elements = 2 * sum(numels) + plan.rest_numel + 6 * factors + 2 * plan.copied_numel
         return Cost(
             rounds=sum(c.rounds for c in costs),
             messages=sum(c.messages for c in costs),
             sent_bytes=sum(c.sent_bytes for c in costs),
-            workspace_bytes=elements * dtype.itemsize
-            + wide
-            + max(c.workspace_bytes for c in costs),
+            workspace_bytes=elements * dtype.itemsize + max(c.workspace_bytes for c in costs),
         )
 
     def _plan(self, group: Group) -> _Plan:
@@ -404,7 +402,9 @@ class _Batch:
         """Return the matrices in a buffer, shape (B, m, n): a view or a copy."""
         shape = (len(self.names), self.lengths["left"], self.lengths["right"])
         if self.matrix_strides is None:
-            return torch.stack(self._tensors(flat)).reshape(shape)
+            # Into memory of our own: stacked channels_last tensors would be channels_last again.
+            copy = flat.new_empty((len(self.names), *self.shape))
+            return torch.stack(self._tensors(flat), out=copy).view(shape)
         step = self.starts[1] - self.starts[0] if len(self.starts) > 1 else 0
         offset = flat.storage_offset() + self.starts[0]
         return flat.as_strided(shape, (step, *self.matrix_strides), offset)

@@ -50,7 +50,8 @@ class Cost:
 class Collective(ABC):
     """An all-reduce: sums buffers over the ranks of a transport.
 
-    Concrete classes are dataclasses whose fields are the keys of the method grammar. One object
+    Concrete classes are dataclasses whose fields are the keys of the method grammar, shorthands
+    such as ``bits`` excepted. One object
     belongs to one rank; it may hold state, such as the counter of a shuffled ring order.
     """
 
@@ -91,8 +92,13 @@ class Collective(ABC):
             with torch.no_grad():
                 if isinstance(buffer, torch.Tensor):
                     self._reduce_tensor(buffer, transport, residual)
-                else:
+                elif isinstance(buffer, list | tuple):
                     self._reduce_list(list(buffer), transport)
+                else:
+                    raise InputError(
+                        f"a buffer of type {type(buffer).__name__}: give a tensor or a list of "
+                        "tensors; torch.as_tensor makes one from an array"
+                    )
         except (PeerError, MismatchError):
             raise
         except Exception as error:
@@ -101,6 +107,12 @@ class Collective(ABC):
     def _reduce_list(self, tensors: list[torch.Tensor], transport: Transport) -> None:
         if not tensors:
             raise InputError("an empty list of tensors: there is nothing to reduce")
+        for tensor in tensors:
+            if not isinstance(tensor, torch.Tensor):
+                raise InputError(
+                    f"a {type(tensor).__name__} in a list of tensors: only tensors can be reduced; "
+                    "torch.as_tensor makes one"
+                )
         for what, values in (
             ("devices", {str(t.device) for t in tensors}),
             ("dtypes", {str(t.dtype) for t in tensors}),
@@ -209,6 +221,20 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Say whether elements may share an address: a dimension steps into the extent of those below.
+
+    Interleaved layouts that only look so, which no operation of torch makes, count too.
+    """
+    extent = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride < extent:
+                return True
+            extent += stride * (size - 1)
+    return False
+
+
 def _memory_order(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements as a 1-D contiguous tensor: a view where the layout is dense."""
     if tensor.layout != torch.strided:
@@ -222,10 +248,11 @@ def _memory_order(tensor: torch.Tensor) -> torch.Tensor:
     if detached.is_conj() or detached.is_neg():
         return detached.resolve_conj().resolve_neg().contiguous().view(-1)
     if detached.numel() == 0 or not is_dense(detached):
-        if 0 in detached.stride() and detached.numel() > 1:
+        if detached.numel() > 1 and _overlaps(detached):
             raise InputError(
-                f"an expanded tensor of shape {tuple(tensor.shape)}: several elements share one "
-                "address, so they cannot be changed one by one; call .contiguous() first"
+                f"an expanded or overlapping tensor, shape {tuple(tensor.shape)}, strides "
+                f"{tensor.stride()}: several elements share one address, so they cannot be changed "
+                "one by one; call .contiguous() first"
             )
         return detached.contiguous().view(-1)
     return torch.as_strided(detached, (detached.numel(),), (1,))

@@ -15,6 +15,7 @@ ranks; each rank solves the p complete messages of each chain for the p sums.
 from __future__ import annotations
 
 import logging
+import math
 import random
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -144,7 +145,9 @@ class CodedRing(Collective):
         """
         key = (ranks, numel, dtype)
         if key not in self._chosen:
-            self._chosen[key] = self._choose(numel, dtype, ranks)
+            self._chosen[key] = code, _ = self._choose(numel, dtype, ranks)
+            if code is not None:
+                self._warn_of_noise(code, dtype)
             logger.info("coded ring of %d ranks, %d elements: %s", ranks, numel,
                         self._chosen[key][1])  # fmt: skip
         return self._chosen[key]
@@ -162,11 +165,31 @@ class CodedRing(Collective):
             spread_budget=self.spread_budget,
             mean_error_budget=self.mean_error_budget,
         )
-        return choice.code, choice.reason
+        if choice.code is not None:
+            return choice.code, choice.reason
+        return None, f"{choice.reason} ({self._plain(dtype, ranks)!r})"
 
-    def _plain(self, dtype: torch.dtype) -> Collective:
-        """Return the ring on the same wire, used where no code meets the budgets."""
-        if self.wire is None or self._wire(dtype, None, 0).nbytes(1) == dtype.itemsize:
+    def _warn_of_noise(self, code: Code, dtype: torch.dtype) -> None:
+        """Say aloud that roundings drown the sum: it is no error, since codes are also studied."""
+        noise = code.expected(self._rounding_error(dtype)).mean_error
+        if not noise < 1:
+            logger.warning(
+                "%s: its decoder amplifies the wire's roundings to %.2g times the sum, so that the "
+                "result is noise; take code=fourier, fewer passes, a wider wire or fp64 buffers",
+                code.describe(), noise,
+            )  # fmt: skip
+
+    def _plain(self, dtype: torch.dtype, ranks: int) -> Collective:
+        """Return the ring used where no code meets the budgets.
+
+        On the same wire, unless its own roundings miss the budget: the partial sums of h = 1..N
+        ranks are rounded, r sqrt(1 + ... + N) in units of one rank's gradient, r sqrt((N + 1) / 2)
+        of the sum.
+        """
+        error = self._rounding_error(dtype) * math.sqrt((ranks + 1) / 2)
+        too_coarse = self.mean_error_budget is not None and error > self.mean_error_budget
+        narrow = self._wire(dtype, None, 0).nbytes(1) < dtype.itemsize
+        if self.wire is None or too_coarse or not narrow:
             return Ring(segments=self.segments)
         return QuantizedRing(self.wire, self.block, self.rounding, self.segments, self.seed)
 
@@ -192,7 +215,7 @@ class CodedRing(Collective):
         code, _ = self.plan(flat.numel(), flat.dtype, size)
         call, self._calls = self._calls, self._calls + 1
         if code is None:
-            self._plain(flat.dtype)._sum(flat, transport, header, residual)
+            self._plain(flat.dtype, size)._sum(flat, transport, header, residual)
             return
         order = ring_order(size, self.seed, call, self.ranks_per_host) if self.shuffle else None
         position = transport.rank if order is None else order.index(transport.rank)
@@ -239,7 +262,7 @@ class CodedRing(Collective):
             return Cost(0, 0, 0, 0)
         code, _ = self.plan(numel, dtype, ranks)
         if code is None:
-            cost = self._plain(dtype).cost(numel, dtype, ranks, rank)
+            cost = self._plain(dtype, ranks).cost(numel, dtype, ranks, rank)
             assert cost is not None
             return cost
         wire = self._wire(dtype, None, 0)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from taciturn.collectives.compiled import contracted
+from taciturn.collectives.compiled import contracted, run_without_cache_if_need_be
 
 __all__ = ["add_wide_product", "prepare", "wide_product"]
 
@@ -115,6 +115,10 @@ def add_wide_product(
 @cache
 def prepare() -> None:
     """Compile both, or load them from the cache: before ranks wait for each other."""
+    run_without_cache_if_need_be(_run_all)
+
+
+def _run_all() -> None:
     rows = np.ones((1, 1), np.float32)
     for run in (wide_product, add_wide_product):
         run(rows.astype(np.float64), rows, 0, rows.copy(), 0, 1)

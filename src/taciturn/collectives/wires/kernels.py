@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from taciturn.collectives.compiled import compiled
+from taciturn.collectives.compiled import compiled, run_without_cache_if_need_be
 
 __all__ = [
     "accumulate_blocks",
@@ -233,6 +233,10 @@ def exchange_plain(arrived: Any, stale: Any, term: Any, onward: Any) -> None:
 @cache
 def prepare() -> None:
     """Compile all of these, or load them from the cache: before ranks wait for each other."""
+    run_without_cache_if_need_be(_run_all)
+
+
+def _run_all() -> None:
     numbers, scales, integers = np.ones(2, np.float32), np.ones(1, np.int16), np.ones(2, np.int8)
     coded, shrink = (scales, integers), np.float32(1 / 127)
     encode_blocks(numbers, 8, 2, shrink, *coded)
