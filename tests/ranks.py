@@ -40,7 +40,10 @@ class Ranks:
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         # Forked from one process that has imported torch and done nothing else: starts in no time.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "taciturn.collectives.base"])
+        # DDP and optimizers load torch's compiler, which takes a process seconds.
+        context.set_forkserver_preload(
+            ["torch._dynamo", "torch.nn.parallel", "taciturn.collectives.base"]
+        )
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(size):

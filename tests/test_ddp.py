@@ -37,7 +37,7 @@ METHODS = [
     "powersgd:rank=1,alternate=true",
     "topk:ratio=0.1",
 ]
-SMALL = 2_000  # bytes: several groups, and with cap=0.002 several buckets
+SMALL = 6_000  # bytes: a few groups, and with cap=0.002 several buckets
 
 
 def network(seed: int = 0) -> nn.Module:
@@ -94,14 +94,15 @@ def same_on_all(values: list[torch.Tensor]) -> bool:
 def _many_buckets(method: str, unused: bool) -> torch.Tensor:
     options = {"find_unused_parameters": True} if unused else {}
     model, comm = build(method, options=options)
-    for step in range(60):
+    steps = 60 if method.startswith("powersgd:rank=1") else 20
+    for step in range(steps):
         model.zero_grad()
         generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
         model(torch.randn(4, 20, generator=generator)).pow(2).mean().backward()
     result = grads(model)
     metrics = comm.metrics()
     assert metrics is not None
-    assert metrics.step == 60
+    assert metrics.step == steps
     comm.close()
     return result
 
@@ -109,7 +110,7 @@ def _many_buckets(method: str, unused: bool) -> torch.Tensor:
 @pytest.mark.parametrize("unused", [False, True])
 @pytest.mark.parametrize("method", METHODS)
 def test_many_buckets(method, unused, pool: Ranks):
-    """Sixty backward passes over several buckets end, and all ranks hold the same gradients."""
+    """Backward passes over several buckets end, and all ranks hold the same gradients."""
     results = pool.run(_many_buckets, method, unused)
     assert "coded" in method or same_on_all(results)
 

@@ -140,7 +140,8 @@ def attach(
         _check(model, aggregator, nonfinite, optimizer, resync_every, group_bytes)
         tensors = [(n, p) for n, p in model.module.named_parameters() if p.requires_grad]
         groups = _groups([(n, p) for n, p in reversed(tensors)], group_bytes)
-        agreed = repr((aggregator, nonfinite, resync_every, groups))
+        kinds = [(group, dtype, device.type) for group, dtype, device in groups]
+        agreed = repr((aggregator, nonfinite, resync_every, kinds))
     except Exception as error:
         problem, agreed = error, ""
     _agree(transport, agreed, problem, "attach")

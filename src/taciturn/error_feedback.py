@@ -55,7 +55,12 @@ class ErrorFeedback(Aggregator):
     scale: float = field(default=1.0, init=False, repr=False)
     _residuals: dict[str, torch.Tensor] = field(default_factory=dict, init=False, repr=False)
     _pending: dict[str, torch.Tensor] = field(default_factory=dict, init=False, repr=False)
+    # By the first name of a group: whole residuals, now and pending, and memory to write in.
+    _current: dict[str, torch.Tensor] = field(default_factory=dict, init=False, repr=False)
+    _new: dict[str, torch.Tensor] = field(default_factory=dict, init=False, repr=False)
+    _spare: dict[str, torch.Tensor] = field(default_factory=dict, init=False, repr=False)
     _squares: torch.Tensor | None = field(default=None, init=False, repr=False)
+    _norms: tuple[float, float] = field(default=(0.0, 0.0), init=False, repr=False)
     _grown: int = field(default=0, init=False, repr=False)
     _warned: bool = field(default=False, init=False, repr=False)
 
@@ -88,7 +93,10 @@ class ErrorFeedback(Aggregator):
                 kept = self._residuals.get(name)
                 if kept is not None:
                     gradients[start:stop].add_(kept.to(gradients), alpha=self.scale)
-        new = torch.empty_like(gradients)
+        key = group.names[0] if group.names else ""
+        new = self._spare.pop(key, None)
+        if new is None or new.shape != gradients.shape or new.dtype != gradients.dtype:
+            new = torch.empty_like(gradients)
         self.inner.aggregate(gradients, group, transport, new)
         with ledger.codec():
             new.div_(self.scale)
@@ -99,6 +107,9 @@ class ErrorFeedback(Aggregator):
                 stored = stored.to(self.device)
             for name, (start, stop) in zip(group.names, group.bounds, strict=True):
                 self._pending[name] = stored[start:stop]
+            self._new[key] = stored
+            if stored is not new:
+                self._spare[key] = new
 
     @override
     def cost(self, group: Group, dtype: torch.dtype, ranks: int, rank: int = 0) -> Cost | None:
@@ -108,6 +119,14 @@ class ErrorFeedback(Aggregator):
     def finish_step(self, keep: bool) -> None:
         self.inner.finish_step(keep)
         pending, self._pending = self._pending, {}
+        new, self._new = self._new, {}
+        for key, stored in new.items():
+            # Of the old and the new residual, what is not needed is the next step's memory.
+            unused = self._current.get(key) if keep else stored
+            if unused is not None and unused.dtype != torch.bfloat16 and self.device is None:
+                self._spare[key] = unused
+        if keep:
+            self._current.update(new)
         squares, self._squares = self._squares, None
         if not keep:
             return
@@ -127,8 +146,6 @@ class ErrorFeedback(Aggregator):
                 stacklevel=2,
             )
 
-    _norms: tuple[float, float] = field(default=(0.0, 0.0), init=False, repr=False)
-
     @property
     def residual_norm(self) -> float:
         """Return the norm of this rank's residual after the last step that was kept."""
@@ -141,12 +158,13 @@ class ErrorFeedback(Aggregator):
 
     @override
     def memory_bytes(self) -> int:
-        return self.residual_bytes + self.inner.memory_bytes()
+        spare = sum(memory.nbytes for memory in self._spare.values())
+        return self.residual_bytes + spare + self.inner.memory_bytes()
 
     def drop_residuals(self) -> None:
         """Forget all residuals: after a change of the number of ranks they no longer add up."""
-        self._residuals.clear()
-        self._pending.clear()
+        for held in (self._residuals, self._pending, self._current, self._new):
+            held.clear()
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -167,4 +185,5 @@ class ErrorFeedback(Aggregator):
             name: kept.clone().to(self.device) if self.device is not None else kept.clone()
             for name, kept in state["residuals"].items()
         }
-        self._pending.clear()
+        for held in (self._pending, self._current, self._new):
+            held.clear()
