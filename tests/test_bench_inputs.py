@@ -244,3 +244,11 @@ def test_a_buffer_needs_elements() -> None:
     """A buffer of no elements is refused."""
     with pytest.raises(InputError, match="0 elements"):
         make_input("random", 0, 0)
+
+
+def test_the_largest_seed_is_the_last_that_a_generator_takes() -> None:
+    """Every rank of up to a million can be told apart at ``MAX_SEED``; one more overflows."""
+    for rank in (0, (1 << inputs.SEED_SHIFT) - 2):
+        assert len(inputs.random_normal(3, rank, inputs.MAX_SEED).buffer) == 3
+    with pytest.raises(ValueError, match="Overflow"):
+        inputs.random_normal(3, 0, inputs.MAX_SEED + 1)

@@ -13,8 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from taciturn.bench import measure
 from taciturn.bench.measure import Eta, Job, order_of_calls
 from taciturn.bench.run import run_rank
+from taciturn.errors import PeerError
 from taciturn.testbed import run_local
 
 METHODS = (
@@ -176,3 +178,27 @@ def _cannot(*_: object) -> None:
     from taciturn.errors import PeerError
 
     raise PeerError("rank 2 died", [2], 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "says"),
+    [
+        ("wait timeout after 8000ms, keys: /default_pg/0//cpu//0/2", (2,), "rank 2 did not join"),
+        ("Connection reset by peer\nat frame 1\nat frame 2", (), "Connection reset by peer"),
+        ("", (), "RuntimeError"),
+    ],
+)
+def test_ranks_that_do_not_meet_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, text: str, ranks: tuple[int, ...], says: str
+) -> None:
+    """What torch raises while ranks join becomes a PeerError that names the rank, if torch does."""
+
+    def failing(*_: object, **__: object) -> None:
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(measure.dist, "init_process_group", failing)
+    with pytest.raises(PeerError, match=says) as caught:
+        measure._join(Job(("ring",), 0, False, (4,), timeout_s=8.0))
+    assert caught.value.ranks == ranks
+    assert "8 s" in str(caught.value)
+    assert "\n" not in str(caught.value)

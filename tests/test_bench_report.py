@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from bench_rows import make_row, make_run
+from taciturn.bench import report
 from taciturn.bench.report import html
 from taciturn.bench.table import error_text, ratio_text, seconds_text
 from taciturn.errors import InputError
@@ -41,6 +42,10 @@ addEventListener("load", () => setTimeout(() => parent.postMessage(JSON.stringif
     width: plot.clientWidth,
     marks: plot.querySelectorAll("svg .point").length,
     labels: [...plot.querySelectorAll("svg .annotation-text")].map(label => label.textContent),
+    outside: [...plot.querySelectorAll("svg text")].filter(text => {
+      const [inner, outer] = [text.getBoundingClientRect(), plot.getBoundingClientRect()];
+      return inner.width && (inner.left < outer.left - 1 || inner.right > outer.right + 1);
+    }).map(text => text.textContent),
   })),
 }), "*"), 500));
 </script>
@@ -105,6 +110,7 @@ def test_a_browser_draws_every_figure(tmp_path: Path, width: int) -> None:
     }
     for plot in plots.values():
         assert 300 < plot["width"] <= width
+        assert plot["outside"] == []  # a figure clips what does not fit
         numbers = re.findall(r"\b\d+\b", " ".join(plot["labels"]))
         assert {str(i) for i in range(1, methods + 1)} <= set(numbers)
 
@@ -117,6 +123,18 @@ def test_a_browser_draws_one_row(tmp_path: Path) -> None:
     came = opened([row], tmp_path, 390)
     assert came["failures"] == []
     assert [(plot["name"], plot["marks"]) for plot in came["plots"]] == [("times", 1)]
+
+
+@pytest.mark.parametrize("seconds", [2.47, 1e-6, 12345.0, 119.4])
+def test_the_longest_bar_leaves_room_for_its_label(seconds: float) -> None:
+    """The margin behind the bars is as wide as the widest label, whatever the page's width."""
+    rows = [make_row("backend", (1e-4,), reference=True), make_row("ring", (seconds,))]
+    figure = report._bars(rows, {"backend": 1, "ring": 2})["spec"]
+    behind = [label for label in figure["layout"]["annotations"] if label["x"] > 0]
+    widest = max(len(label["text"]) for label in behind)
+    assert len(behind) == len(rows)
+    assert figure["layout"]["margin"]["r"] >= 6 * widest + max(one["xshift"] for one in behind)
+    assert max(label["x"] for label in behind) <= figure["layout"]["xaxis"]["range"][1]
 
 
 def test_the_page_is_self_contained() -> None:

@@ -6,9 +6,11 @@ import io
 import json
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,8 @@ from rich.console import Console
 
 import taciturn.bench.run
 from taciturn.bench import BenchConfig, bench
+from taciturn.bench.inputs import MAX_SEED
+from taciturn.bench.limits import MAX_REPEATS
 from taciturn.bench.measure import Progress
 from taciturn.errors import CodeError, InputError, MethodError, PeerError, TaciturnError
 from taciturn.testbed import TCP_GOODPUT, RankResult, Running, RunResult, Testbed, capability
@@ -70,6 +74,18 @@ def run(config: BenchConfig) -> tuple[int, str, str]:
         (InputError, {"input": "missing.npy"}),
         (InputError, {"json": Path("no/such/folder.json")}),
         (InputError, {"html": Path()}),
+        (InputError, {"html": Path("/proc/x.html")}),
+        (InputError, {"json": Path("x" * 300)}),
+        (InputError, {"json": Path(__file__) / "x.json"}),
+        (InputError, {"seed": MAX_SEED + 1}),
+        (InputError, {"repeats": MAX_REPEATS + 1}),
+        (InputError, {"warmups": 10**30}),
+        (InputError, {"timeout_s": 1e300}),
+        (InputError, {"sizes_bytes": (99 << 40,)}),
+        (InputError, {"sizes_bytes": (1 << 5000,)}),
+        (InputError, {"methods": "coded:passes=1000000000000"}),
+        (InputError, {"methods": "coded:code=vandermonde,components=3000000"}),
+        (InputError, {"methods": "coded:eps=1e300"}),
         (InputError, {"json": Path("one"), "html": Path("one")}),
     ],
 )
@@ -79,6 +95,63 @@ def test_what_cannot_be_benched_is_refused_at_once(
     """Bad values raise when the config is made, before anything is started."""
     with pytest.raises(kind):
         BenchConfig(**({"methods": "ring", "input": "random"} | changes))
+
+
+@pytest.mark.parametrize("error", [MemoryError("21.8 TiB"), OverflowError("too large")])
+def test_a_method_that_cannot_be_built_is_named(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Numbers that run out of memory or of range while a method is built are its fault."""
+
+    def failing(_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(taciturn.bench.run.methods, "build", failing)
+    with pytest.raises(InputError, match=f"'ring' cannot be built here: {error}"):
+        BenchConfig("ring", input="random")
+
+
+def test_a_workspace_counts_as_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A method whose own memory is what does not fit is named."""
+    huge = SimpleNamespace(cost=lambda *_: SimpleNamespace(workspace_bytes=1 << 60))
+    monkeypatch.setattr(taciturn.bench.run.methods, "build", lambda _: huge)
+    with pytest.raises(InputError, match="by ring on 8 ranks"):
+        BenchConfig("ring", input="random")
+
+
+@pytest.mark.parametrize("asked", ["json", "html"])
+def test_a_file_that_fails_in_the_end_does_not_take_the_rest_along(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, asked: str
+) -> None:
+    """The table is printed and the other file written before the error names file and cause."""
+    from bench_rows import make_run
+
+    paths = {"json": tmp_path / "rows", "html": tmp_path / "page"}
+    config = BenchConfig("ring", input="random", **paths)  # type: ignore[arg-type]
+    paths[asked].mkdir()  # after the check
+    monkeypatch.setattr(taciturn.bench.run, "_on_testbed", lambda *_: make_run())
+    out, err = (Console(file=io.StringIO(), width=120) for _ in range(2))
+    with pytest.raises(InputError, match=f"cannot write {paths[asked]}: Is a directory"):
+        bench(config, out, err)
+    assert isinstance(out.file, io.StringIO)
+    assert "ring" in out.file.getvalue()
+    (other,) = set(paths.values()) - {paths[asked]}
+    assert other.read_text()
+
+
+@pytest.mark.parametrize(("seconds", "says"), [(0.0, ""), (0.3, "compiling loops")])
+def test_compiling_is_told_when_it_takes_time(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, says: str
+) -> None:
+    """A first start says that loops are compiled; later ones, which load them, say nothing."""
+    monkeypatch.setattr(taciturn.bench.run, "COMPILING_AFTER_S", 0.1)
+    monkeypatch.setattr(taciturn.bench.run.kernels, "prepare", lambda: time.sleep(seconds))
+    monkeypatch.setattr(taciturn.bench.run.products, "prepare", lambda: None)
+    console = Console(file=io.StringIO(), width=80)
+    taciturn.bench.run._compile(console)
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue().startswith(says)
+    assert bool(console.file.getvalue()) == bool(says)
 
 
 def test_a_config_is_checked_where_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -205,10 +208,15 @@ def test_a_rank_says_which_one_it_is(run: Run, monkeypatch: pytest.MonkeyPatch) 
         ("bench --size 3MiBB", "'3MiBB'"),
         ("bench --size 1MiB,,2MiB", "''"),
         ("bench --size 3", "multiple of 4"),
-        ("bench --repeats 0", "repeats=0"),
-        ("bench --warmup 0", "warmups=0"),
-        ("bench --ranks 0", "ranks=0"),
-        ("bench --timeout nan", "timeout_s=nan"),
+        ("bench --repeats 0", "--repeats 0"),
+        ("bench --warmup -1", "--warmup -1"),
+        ("bench --ranks 0", "--ranks 0"),
+        ("bench --seed 99999999999999999999999", "--seed 99999999999999999999999"),
+        ("bench --size 99TiB --input random", "99 TiB"),
+        ("bench --html /proc/page.html", "--html: cannot write /proc/page.html"),
+        ("bench --timeout nan", "--timeout nan"),
+        ("testbed --timeout 0 -- true", "--timeout 0"),
+        ("testbed --timeout 1e300 -- true", "--timeout 1e+300"),
         ("bench --device tpu", "'tpu'"),
         ("bench --input nowhere.pt", "nowhere.pt"),
         ("bench --json /nowhere/rows.json", "/nowhere/rows.json"),
@@ -292,6 +300,51 @@ def test_bench_defaults_are_those_of_the_library(run: Run, monkeypatch: pytest.M
     ((config,), _) = recorder.calls.pop()
     assert config == BenchConfig(methods=cli.METHODS)
     assert parse_list(cli.METHODS)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    ("command", "home", "name"),
+    [("bench", taciturn.bench, "bench"), ("testbed -- true", testbed, "run_command")],
+)
+def test_a_signal_cleans_up_and_is_the_status(
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    number: signal.Signals,
+    command: str,
+    home: object,
+    name: str,
+) -> None:
+    """SIGTERM and SIGHUP leave through every ``with``, as Ctrl-C does; a second is not heard."""
+    folder = tmp_path / "folder"
+
+    def working(*_: object, **__: object) -> int:
+        folder.mkdir()
+        try:
+            os.kill(os.getpid(), number)
+            time.sleep(10)
+        finally:
+            os.kill(os.getpid(), number)
+            folder.rmdir()
+        return 0
+
+    monkeypatch.setattr(home, name, working)
+    before = signal.getsignal(number)
+    assert run(*command.split()) == (128 + number, "", "")
+    assert not folder.exists()
+    assert signal.getsignal(number) is before
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    """``nohup`` keeps its meaning."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with cli._signals_clean_up():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_bench_status_is_the_bench_s(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -414,6 +414,17 @@ def test_after_the_grace_time_the_others_are_ended(namespaces: bool, marker: str
 
 
 @both
+def test_a_stopped_rank_ends_with_the_others(namespaces: bool, marker: str) -> None:
+    """A rank under SIGSTOP takes SIGTERM like any other, and not SIGKILL after ``stop_s``."""
+    script = f"[ $RANK = 1 ] && exit 3; kill -STOP $$; sleep {marker}"
+    result = run_in_both(
+        namespaces, 2, sh(script), timeout_s=60, store=False, grace_s=0.5, stop_s=20
+    )
+    assert result[0].returncode == -signal.SIGTERM
+    assert not processes(marker)
+
+
+@both
 def test_a_killed_rank_is_named_and_nothing_is_left(
     namespaces: bool, marker: str, unchanged: None
 ) -> None:

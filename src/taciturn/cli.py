@@ -3,14 +3,18 @@
 Each command imports what it needs when it runs, so that ``--help`` and ``methods`` answer at once,
 without torch. Errors that Taciturn raises on purpose become ``taciturn: error: MESSAGE`` on stderr
 and an exit status, without a traceback: 2 if the input was wrong, 1 if the run failed. A rank of a
-larger group says which one it is.
+larger group says which one it is. SIGTERM and SIGHUP end a command as Ctrl-C does, with its ranks
+and their folder, and a status of 128 plus the signal's number; after SIGKILL the ranks end too, but
+a folder of the bench stays in the temporary directory.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -49,6 +53,33 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             os._exit(1)  # the usual exit waits for gloo's threads, and they for the lost rank
         sys.exit(2 if isinstance(error, MethodError | InputError | CodeError) else 1)
     sys.exit(0)
+
+
+@contextmanager
+def _signals_clean_up() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise SystemExit inside, so that what was started is ended and removed.
+
+    One that the caller ignores (``nohup``) or handles is left alone. The first that comes is the
+    last that is heard: another must not interrupt the cleaning up.
+    """
+    numbers = [
+        number
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) is signal.SIG_DFL
+    ]
+
+    def end(number: int, _: object) -> NoReturn:
+        for each in numbers:
+            signal.signal(each, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    for number in numbers:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _show_version(wanted: bool) -> None:
@@ -139,7 +170,11 @@ def _bench(
     repeats: Annotated[int, typer.Option(help="Timed calls of each method and size.")] = 5,
     warmup: Annotated[int, typer.Option(help="Calls before them, kept apart.")] = 1,
     timeout: Annotated[
-        float, typer.Option(help="Seconds after which a silent rank counts as lost.")
+        float,
+        typer.Option(
+            help="Seconds after which a silent rank counts as lost, in each wait for it. The ranks "
+            "then settle who it was and are ended, so the command ends 10 to 20 seconds later."
+        ),
     ] = 60.0,
     seed: Annotated[int, typer.Option(help="Of inputs and of the order of calls.")] = 0,
     device: Annotated[str, typer.Option(help="cpu, or cuda (under torchrun).")] = "cpu",
@@ -152,6 +187,7 @@ def _bench(
     loopback otherwise; it says which. Under torchrun it measures the cluster that it is part of.
     """
     from taciturn.bench import BenchConfig, bench
+    from taciturn.bench.run import under_torchrun
     from taciturn.units import parse_rate, parse_size
 
     config = BenchConfig(
@@ -168,7 +204,11 @@ def _bench(
         json=json,
         html=html,
     )
-    raise typer.Exit(bench(config))
+    if under_torchrun():
+        raise typer.Exit(bench(config))  # torchrun's SIGTERM must end a rank even inside gloo
+    with _signals_clean_up():
+        status = bench(config)
+    raise typer.Exit(status)
 
 
 @app.command("testbed", context_settings={"allow_interspersed_args": False})
@@ -204,14 +244,17 @@ def _testbed(
         each = [parse_rate(one) for one in text.split(",")]
         return each if len(each) > 1 else each[0]
 
-    status = run_command(
-        ranks,
-        None if rate is None else rates(rate),
-        command,
-        local=rate is None and rate_down is None,
-        rate_down="same" if rate_down is None else rates(rate_down),
-        delay_s=delay_ms / 1e3,
-        loss=loss,
-        timeout_s=timeout,
-    )
+    if not 0 < timeout < 1e9:
+        raise InputError(f"--timeout {timeout:g}: give seconds above 0, below 1e9")
+    with _signals_clean_up():
+        status = run_command(
+            ranks,
+            None if rate is None else rates(rate),
+            command,
+            local=rate is None and rate_down is None,
+            rate_down="same" if rate_down is None else rates(rate_down),
+            delay_s=delay_ms / 1e3,
+            loss=loss,
+            timeout_s=timeout,
+        )
     raise typer.Exit(status)

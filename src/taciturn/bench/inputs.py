@@ -26,6 +26,7 @@ from taciturn.errors import InputError
 
 __all__ = [
     "GPT",
+    "MAX_SEED",
     "GPTShape",
     "Input",
     "Span",
@@ -48,6 +49,8 @@ WARM_RATE = 1e-3  # how far each of them moves every parameter
 WARM_SEQUENCES = 1  # sequences in each of those steps, the same on all ranks
 VOCABULARY = 256  # bytes
 HEAD_ELEMS = 32  # width of one attention head
+SEED_SHIFT = 20  # bits below a seed that tell the ranks apart
+MAX_SEED = (1 << (64 - SEED_SHIFT)) - 1  # torch.Generator takes 64 bits in all
 SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages"})
 
 
@@ -239,14 +242,15 @@ def gradients(numel: int, rank: int, seed: int = 0) -> Input:
     Args:
         numel: elements wanted, at least 1.
         rank: decides which batch this rank sees.
-        seed: of the weights, of the common steps and, with the rank, of the batch.
+        seed: of the weights, of the common steps and, with the rank, of the batch; 0 to
+            ``MAX_SEED``.
     """
     text = corpus()
     shape = gpt_shape(numel)
     common = torch.Generator().manual_seed(seed)
     model = GPT(shape, common)
     _warm_up(model, text, common)
-    own = torch.Generator().manual_seed((seed << 20) + rank + 1)
+    own = torch.Generator().manual_seed((seed << SEED_SHIFT) + rank + 1)
     loss = model.loss(draw_batch(text, SEQUENCES, own))
     slopes = torch.autograd.grad(loss, list(model.parameters()))
 
@@ -269,7 +273,7 @@ def gradients(numel: int, rank: int, seed: int = 0) -> Input:
 
 def random_normal(numel: int, rank: int, seed: int = 0) -> Input:
     """Independent standard normal elements, different on each rank."""
-    generator = torch.Generator().manual_seed((seed << 20) + rank + 1)
+    generator = torch.Generator().manual_seed((seed << SEED_SHIFT) + rank + 1)
     return Input(
         torch.randn(numel, generator=generator),
         (),

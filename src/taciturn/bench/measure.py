@@ -12,6 +12,7 @@ import hashlib
 import os
 import platform
 import random
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +40,7 @@ from taciturn.bench.columns import (
 )
 from taciturn.bench.inputs import Input, make_input
 from taciturn.collectives import CodedRing, Collective, Cost
-from taciturn.errors import InputError
+from taciturn.errors import InputError, PeerError, TaciturnError
 from taciturn.testbed import interface_counters
 from taciturn.transport import DistributedTransport
 
@@ -208,6 +209,25 @@ class _Ranks:
             torch.cuda.synchronize(self.device)
 
 
+def _not_joined(timeout_s: float, error: Exception) -> PeerError:
+    """What to say when the ranks did not all meet.
+
+    Gloo waits for the ranks in their order, and the store's error ends with the key of the one that
+    did not come: ``wait timeout after 4000ms, keys: /default_pg/0//cpu//0/2``.
+    """
+    text = str(error).strip().splitlines()
+    key = re.search(r"keys: \S*/(\d+)$", text[0]) if text else None
+    what = "its process may be stopped, stuck or gone; look at it, or give a longer --timeout"
+    if key is not None:
+        missing = int(key[1])
+        return PeerError(f"rank {missing} did not join within {timeout_s:g} s: {what}", [missing])
+    said = text[0] if text else type(error).__name__
+    return PeerError(
+        f"the ranks did not all join; one may be stopped, stuck or gone, or --timeout "
+        f"({timeout_s:g} s) too short: {said}"
+    )
+
+
 def _join(job: Job) -> _Ranks:
     """Meet the other ranks as torchrun's environment says."""
     if job.device == "cuda":
@@ -216,8 +236,14 @@ def _join(job: Job) -> _Ranks:
     else:
         device = torch.device("cpu")
     timeout = timedelta(seconds=job.timeout_s)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
-    return _Ranks(DistributedTransport(timeout_s=job.timeout_s), device)
+    try:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+        transport = DistributedTransport(timeout_s=job.timeout_s)
+    except TaciturnError:
+        raise
+    except RuntimeError as error:
+        raise _not_joined(job.timeout_s, error) from error
+    return _Ranks(transport, device)
 
 
 def _own_interface() -> str | None:

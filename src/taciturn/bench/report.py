@@ -53,6 +53,8 @@ _GLYPHS = {
 }
 _LEGENDS_APART = 0.05  # of the plot's width and height: nearer points share one label
 _MARGIN = {"l": 56, "r": 18, "t": 8, "b": 46}
+_CHARACTER_PX = 6.5  # of the labels' 11 px font, the widest of the fonts asked for
+_GAP_PX = 6  # between a bar and its label
 
 
 def _style(row: Row) -> tuple[str, str]:
@@ -86,6 +88,10 @@ def _bars(rows: Sequence[Row], numbers: dict[str, int]) -> Figure:
     shown = list(reversed(rows))  # plotly counts upwards
     places = list(range(len(shown)))
     longest = max(row["q3_s"] for row in rows)
+    texts = [
+        f"{seconds_text(r['median_s'])} \u00b7 {ratio_text(r['ratio_to_backend'])}" for r in shown
+    ]
+    room = math.ceil(2 * _GAP_PX + _CHARACTER_PX * max(map(len, texts)))
     bars = {
         "type": "bar",
         "orientation": "h",
@@ -121,15 +127,16 @@ def _bars(rows: Sequence[Row], numbers: dict[str, int]) -> Figure:
         for place, row in zip(places, shown, strict=True)
     ] + [
         {
-            "x": row["q3_s"] + 0.015 * longest,
+            "x": row["q3_s"],
+            "xshift": _GAP_PX,
             "y": place,
             "xanchor": "left",
             "yanchor": "middle",
             "showarrow": False,
-            "text": f"{seconds_text(row['median_s'])} \u00b7 {ratio_text(row['ratio_to_backend'])}",
+            "text": text,
             "font": {"size": 11},
         }
-        for place, row in zip(places, shown, strict=True)
+        for place, row, text in zip(places, shown, texts, strict=True)
     ]
     return _figure(
         "times",
@@ -138,8 +145,9 @@ def _bars(rows: Sequence[Row], numbers: dict[str, int]) -> Figure:
         [bars],
         46 * len(rows) + 60,
         annotations=labels,
-        margin=_MARGIN | {"l": 12},
-        xaxis={"range": [0, 1.32 * longest], "title": {"text": "seconds"}, "nticks": 6},
+        # In the margin, since a share of a narrow page's axis is narrower than the label.
+        margin=_MARGIN | {"l": 12, "r": room},
+        xaxis={"range": [0, 1.01 * longest], "title": {"text": "seconds"}, "nticks": 6},
         yaxis={"visible": False, "range": [-0.5, len(rows) - 0.3]},
     )
 

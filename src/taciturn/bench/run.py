@@ -8,10 +8,10 @@ and says which.
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn
@@ -26,11 +27,23 @@ from rich.progress import Progress as Bar
 
 from taciturn import errors, methods
 from taciturn.bench.columns import Row
-from taciturn.bench.inputs import check_source, file_elems
+from taciturn.bench.inputs import MAX_SEED, check_source, file_elems
+from taciturn.bench.limits import (
+    MAX_COMPONENTS,
+    MAX_PASSES,
+    MAX_REPEATS,
+    MAX_TIMEOUT_S,
+    check_file,
+    check_memory,
+    memory_bytes,
+)
 from taciturn.bench.measure import ITEM_BYTES, Job, Progress, measure
 from taciturn.bench.table import render
+from taciturn.collectives import products
+from taciturn.collectives.wires import kernels
 from taciturn.errors import InputError, PeerError, TaciturnError, TestbedError
 from taciturn.testbed import RunResult, Testbed, capability
+from taciturn.testbed.launcher import MAX_RANKS
 from taciturn.units import format_rate, format_seconds, format_size
 
 __all__ = ["BenchConfig", "bench", "run_rank", "under_torchrun"]
@@ -40,6 +53,7 @@ DEFAULT_RANKS = 8
 RUN_WITHIN_S = 86400.0  # the ranks' own time-outs end a run that hangs long before
 GRACE_S = 6.0  # for the other ranks to say what they saw; they settle it within three seconds
 LINE_EVERY_S = 15.0  # between lines of progress where there is no terminal
+COMPILING_AFTER_S = 1.0  # loading compiled loops from the cache takes a third of that
 
 
 def under_torchrun(environment: Mapping[str, str] = os.environ) -> bool:
@@ -64,7 +78,8 @@ class BenchConfig:
         warmups: rounds before them, kept apart; at least 1, since first calls open connections.
         seed: of inputs and order.
         timeout_s: a rank that is silent for longer ends the bench with an error that names it. A
-            message on a slow link must fit in.
+            message on a slow link must fit in. It holds for each wait of a rank, so the error comes
+            later: the rank that noticed asks the others, and all have time to report.
         device: ``cpu`` (gloo) or ``cuda`` (NCCL; under torchrun).
         json: file for the rows; None for none.
         html: file for the page; None for none.
@@ -97,29 +112,23 @@ class BenchConfig:
                 "device 'cuda' needs one GPU per rank and a launcher: "
                 "torchrun ... -m taciturn bench --device cuda"
             )
-        for path in (self.json, self.html):
-            if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-                raise InputError(
-                    f"cannot write {path}: it is a folder, or its folder does not exist"
-                )
-        if self.json is not None and self.json == self.html:
-            raise InputError(
-                f"{self.json} cannot be both the JSON and the HTML file; name two files"
-            )
+        self._check_files()
         check_source(self.input, self.world_size)
         self._check_methods()
 
     def _check_numbers(self) -> None:
-        for name, value, least in (
-            ("ranks", self.ranks, 1),
-            ("repeats", self.repeats, 1),
-            ("warmups", self.warmups, 1),
-            ("seed", self.seed, 0),
+        for option, value, least, most in (
+            ("--ranks", self.ranks, 1, MAX_RANKS),
+            ("--repeats", self.repeats, 1, MAX_REPEATS),
+            ("--warmup", self.warmups, 1, MAX_REPEATS),
+            ("--seed", self.seed, 0, MAX_SEED),
         ):
-            if value is not None and value < least:
-                raise InputError(f"{name}={value} is too small; give at least {least}")
-        if not 0 < self.timeout_s < math.inf:
-            raise InputError(f"timeout_s={self.timeout_s} is not a time; give seconds above 0")
+            if value is not None and not least <= value <= most:
+                raise InputError(f"{option} {value}: give a whole number from {least} to {most}")
+        if not 0 < self.timeout_s <= MAX_TIMEOUT_S:
+            raise InputError(
+                f"--timeout {self.timeout_s:g}: give seconds above 0, up to {MAX_TIMEOUT_S:.0f}"
+            )
         if self.device not in ("cpu", "cuda"):
             raise InputError(f"device {self.device!r} is unknown; use cpu or cuda")
         for size in self.sizes_bytes:
@@ -142,12 +151,46 @@ class BenchConfig:
         if self.device == "cuda" and not torch.cuda.is_available():
             raise InputError("device 'cuda' is not there: torch sees no GPU; use --device cpu")
 
+    def _check_files(self) -> None:
+        """Try the files now: nobody wants to hear of them when the bench is over."""
+        if self.json is not None and self.json == self.html:
+            raise InputError(
+                f"{self.json} cannot be both the JSON and the HTML file; name two files"
+            )
+        if under_torchrun() and os.environ["RANK"] != "0":
+            return  # rank 0 writes them, maybe on another machine
+        for option, path in (("--json", self.json), ("--html", self.html)):
+            if path is not None:
+                check_file(option, path)
+
     def _check_methods(self) -> None:
-        """Build every method and cost it at every size: what cannot be, fails here."""
-        for method in methods.parse_list(self.methods):
-            collective = methods.build(method)
-            for size in self.sizes:
-                collective.cost(size // ITEM_BYTES, torch.float32, self.world_size)
+        """Build every method and cost it at every size: what cannot be, fails here.
+
+        Building compiles the loops that a method needs, so this is where a first start takes long.
+        """
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if under_torchrun() else self.world_size
+        sharing = 1 if self.device == "cuda" else here
+        memory = memory_bytes(self.device)
+        for size in self.sizes:
+            check_memory(size, sharing, memory)
+        asked_for = methods.parse_list(self.methods)
+        _compile(Console(stderr=True, quiet=os.environ.get("RANK", "0") != "0"))
+        for method in asked_for:
+            for key, most in (("passes", MAX_PASSES), ("components", MAX_COMPONENTS)):
+                asked = method.options.get(key)
+                if isinstance(asked, int) and asked > most:
+                    raise InputError(f"{method.text!r}: {key} can be {most} at most in a bench")
+            try:
+                with np.errstate(all="ignore"):
+                    collective = methods.build(method)
+                    for size in self.sizes:
+                        cost = collective.cost(size // ITEM_BYTES, torch.float32, self.world_size)
+                        work = 0 if cost is None else cost.workspace_bytes
+                        check_memory(size, sharing, memory, method.text, work)
+            except (MemoryError, ArithmeticError) as error:
+                raise InputError(
+                    f"{method.text!r} cannot be built here: {error}; give smaller numbers"
+                ) from error
 
     @property
     def world_size(self) -> int:
@@ -248,6 +291,23 @@ def _tell(console: Console, text: str) -> None:
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
+def _compile(console: Console) -> None:
+    """Compile the loops once, before the ranks all do the same; says so if they are not cached."""
+    told = threading.Timer(
+        COMPILING_AFTER_S,
+        _tell,
+        (console, "compiling loops (first start only; it can take a minute)"),
+    )
+    told.daemon = True
+    told.start()
+    try:
+        with suppress(Exception):  # the ranks compile too, and report what goes wrong
+            kernels.prepare()
+            products.prepare()
+    finally:
+        told.cancel()
+
+
 @contextmanager
 def _progress(console: Console, start: str) -> Iterator[Callable[[Progress], None]]:
     """A bar where there is a terminal, now and then a line where there is none."""
@@ -306,7 +366,10 @@ def _failure(folder: Path, result: RunResult) -> TaciturnError:
 
 
 def _on_testbed(config: BenchConfig, console: Console) -> list[Row]:
-    """Start ranks of our own and collect rank 0's rows."""
+    """Start ranks of our own and collect rank 0's rows.
+
+    However this ends, the ranks' folder goes with it, unless this process is killed by SIGKILL.
+    """
     rate = config.rate_bits_per_s
     if rate is not None and not (able := capability()).shaped:
         _tell(
@@ -348,15 +411,30 @@ def _in_place(config: BenchConfig, console: Console) -> list[Row]:
 
 
 def _save(rows: list[Row], config: BenchConfig, console: Console) -> None:
+    """Write the files that were asked for, the second even if the first cannot be written.
+
+    Raises:
+        InputError: one or both could not be written.
+    """
+    failures = []
     if config.json is not None:
         text = ",\n".join(json.dumps(row, allow_nan=False) for row in rows)
-        config.json.write_text(f"[\n{text}\n]\n")
-        _tell(console, f"rows: {config.json}")
+        try:
+            config.json.write_text(f"[\n{text}\n]\n")
+            _tell(console, f"rows: {config.json}")
+        except OSError as error:
+            failures.append(f"cannot write {config.json}: {error.strerror}")
     if config.html is not None:
         from taciturn.bench.report import html  # late: the ranks need no plotting library
 
-        config.html.write_text(html(rows), encoding="utf-8")
-        _tell(console, f"page: {config.html} ({format_size(config.html.stat().st_size)})")
+        page = html(rows)
+        try:
+            config.html.write_text(page, encoding="utf-8")
+            _tell(console, f"page: {config.html} ({format_size(len(page.encode()))})")
+        except OSError as error:
+            failures.append(f"cannot write {config.html}: {error.strerror}")
+    if failures:
+        raise InputError(f"{'; '.join(failures)}; the results are in the table only")
 
 
 def bench(config: BenchConfig, out: Console | None = None, err: Console | None = None) -> int:
@@ -373,6 +451,7 @@ def bench(config: BenchConfig, out: Console | None = None, err: Console | None =
     Raises:
         PeerError, MismatchError: a rank died, went silent or failed; the message names it.
         TestbedError: the ranks could not be run.
+        InputError: after the table, if a file cannot be written in the end.
     """
     out = out or Console()
     err = err or Console(stderr=True)

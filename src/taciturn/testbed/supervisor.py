@@ -314,6 +314,7 @@ class Supervisor:
         run.phase = "ending"
         run.deadline = time.monotonic() + run.stop_s
         self._signal(signal.SIGTERM, run.running)
+        self._signal(signal.SIGCONT, run.running)  # one that is stopped gets it only then
 
     def _signal(self, number: int, ranks: set[int]) -> None:
         """To the ranks and what they started (each rank leads a process group)."""
