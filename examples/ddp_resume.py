@@ -2,6 +2,7 @@
 
 torchrun --nproc-per-node 2 examples/ddp_resume.py FOLDER [--bucket-cap-mb 25] [--die-at STEP]
 """
+
 from __future__ import annotations
 
 import argparse
