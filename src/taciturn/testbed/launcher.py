@@ -22,7 +22,7 @@ from taciturn.testbed.results import Capability, Description, RunResult
 from taciturn.testbed.running import Output, Running
 from taciturn.units import format_rate
 
-__all__ = ["RunOptions", "Testbed", "capability", "run_command", "run_local"]
+__all__ = ["MAX_RANKS", "RunOptions", "Testbed", "capability", "run_command", "run_local"]
 
 Rates = int | None | Sequence[int | None]
 
