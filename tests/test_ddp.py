@@ -229,6 +229,35 @@ def test_uneven_inputs_with_join(pool: Ranks):
     assert same_on_all(pool.run(_join))
 
 
+def _compiled(outside: bool) -> bool:
+    results = []
+    for ours in (False, True):
+        torch._dynamo.reset()
+        net = network()
+        if not outside:
+            net = torch.compile(net, backend="eager")
+        model = DistributedDataParallel(net)  # torch.compile wants buckets above 1 MB
+        comm = ddp.attach(model, "ring", group_bytes=SMALL, timeout_s=30) if ours else None
+        called = torch.compile(model, backend="eager") if outside else model
+        for step in range(3):
+            model.zero_grad()
+            generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+            called(torch.randn(8, 20, generator=generator)).pow(2).mean().backward()
+        results.append(grads(model))
+        if comm is not None:
+            metrics = comm.metrics()
+            assert metrics is not None
+            assert metrics.step == 3
+            comm.close()
+    return torch.allclose(*results, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_compiled_modules(outside, pool: Ranks):
+    """torch.compile around DDP or inside it: each step is exchanged once, as without."""
+    assert pool.run(_compiled, outside) == [True] * 4
+
+
 def _alone() -> bool:
     groups = [dist.new_group([rank]) for rank in range(4)]
     mine = groups[dist.get_rank()]
