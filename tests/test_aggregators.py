@@ -262,11 +262,10 @@ def test_abandoned_and_resume(name):
 @pytest.mark.parametrize("name", THREADED)
 def test_generator(name):
     """Torch's global random state is the same before and after."""
-    aggregator_steps = 2
 
     def function(transport: Transport) -> None:
         aggregator = IMPLEMENTATIONS[name].make()
-        for number in range(aggregator_steps):
+        for number in range(2):
             out = gradients(transport.rank, number)
             aggregator.aggregate(out, GROUP, transport)
             aggregator.finish_step(keep=True)

@@ -435,7 +435,6 @@ def test_one_overflow_passes(method, nonfinite, pool: Ranks):
 
 
 def _scaler() -> tuple[list[float], torch.Tensor]:
-    model, _ = None, None
     net = network()
     model = DistributedDataParallel(net, bucket_cap_mb=0.002)
     optimizer = sgd(model)
@@ -718,7 +717,7 @@ def test_a_backward_that_is_left_in_its_midst(new_ranks):
     assert "rank 1" in said[0] or "midst" in said[0]
 
 
-def _order() -> str:
+def _closed() -> str:
     import threading
 
     model, comm = build(ErrorFeedback(PowerSGD(rank=1)))
@@ -729,4 +728,4 @@ def _order() -> str:
 
 def test_close_ends_the_thread(pool: Ranks):
     """After close no thread of ours is left."""
-    assert pool.run(_order) == [""] * 4
+    assert pool.run(_closed) == [""] * 4

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-PAGE = re.compile(r"from step (\d+): parameters ([0-9a-f]{8})")
+ENDING = re.compile(r"from step (\d+): parameters ([0-9a-f]{8})")
 
 
 def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -52,7 +52,7 @@ def test_killed_and_resumed(tmp_path):
             assert done.returncode != 0
             done = torchrun(script, str(folder), "--bucket-cap-mb", "0.01")
         assert done.returncode == 0, done.stderr
-        found = PAGE.search(done.stdout)
+        found = ENDING.search(done.stdout)
         assert found is not None
         ends[name] = found.groups()
     assert ends["killed"][0] == "10"

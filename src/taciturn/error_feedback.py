@@ -54,10 +54,11 @@ class ErrorFeedback(Aggregator):
     growth_limit: float = 100.0
     scale: float = field(default=1.0, init=False, repr=False)
     _residuals: dict[str, torch.Tensor] = field(default_factory=dict, init=False, repr=False)
-    _pending: dict[str, torch.Tensor] = field(default_factory=dict, init=False, repr=False)
     # By the first name of a group: whole residuals, now and pending, and memory to write in.
     _current: dict[str, torch.Tensor] = field(default_factory=dict, init=False, repr=False)
-    _new: dict[str, torch.Tensor] = field(default_factory=dict, init=False, repr=False)
+    _new: dict[str, tuple[Group, torch.Tensor]] = field(
+        default_factory=dict, init=False, repr=False
+    )
     _spare: dict[str, torch.Tensor] = field(default_factory=dict, init=False, repr=False)
     _squares: torch.Tensor | None = field(default=None, init=False, repr=False)
     _norms: tuple[float, float] = field(default=(0.0, 0.0), init=False, repr=False)
@@ -105,9 +106,7 @@ class ErrorFeedback(Aggregator):
             stored = new.to(_DTYPES[self.dtype]) if new.dtype != torch.float64 else new
             if self.device is not None:
                 stored = stored.to(self.device)
-            for name, (start, stop) in zip(group.names, group.bounds, strict=True):
-                self._pending[name] = stored[start:stop]
-            self._new[key] = stored
+            self._new[key] = (group, stored)
             if stored is not new:
                 self._spare[key] = new
 
@@ -118,19 +117,19 @@ class ErrorFeedback(Aggregator):
     @override
     def finish_step(self, keep: bool) -> None:
         self.inner.finish_step(keep)
-        pending, self._pending = self._pending, {}
         new, self._new = self._new, {}
-        for key, stored in new.items():
+        for key, (group, stored) in new.items():
             # Of the old and the new residual, what is not needed is the next step's memory.
             unused = self._current.get(key) if keep else stored
             if unused is not None and unused.dtype != torch.bfloat16 and self.device is None:
                 self._spare[key] = unused
-        if keep:
-            self._current.update(new)
+            if keep:
+                self._current[key] = stored
+                for name, (start, stop) in zip(group.names, group.bounds, strict=True):
+                    self._residuals[name] = stored[start:stop]
         squares, self._squares = self._squares, None
         if not keep:
             return
-        self._residuals.update(pending)
         if squares is None:
             return
         residual, gradient = squares.sqrt().tolist()
@@ -163,7 +162,7 @@ class ErrorFeedback(Aggregator):
 
     def drop_residuals(self) -> None:
         """Forget all residuals: after a change of the number of ranks they no longer add up."""
-        for held in (self._residuals, self._pending, self._current, self._new):
+        for held in (self._residuals, self._current, self._new):
             held.clear()
 
     @override
@@ -185,5 +184,5 @@ class ErrorFeedback(Aggregator):
             name: kept.clone().to(self.device) if self.device is not None else kept.clone()
             for name, kept in state["residuals"].items()
         }
-        for held in (self._pending, self._current, self._new):
+        for held in (self._current, self._new):
             held.clear()

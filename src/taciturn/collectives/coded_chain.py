@@ -139,18 +139,16 @@ class _Encoder:
         self, code: Code, position: int, like: torch.Tensor, own: Own, dtype: torch.dtype
     ) -> None:
         self.code, self.position = code, position
-        table = code.rank_table(position)
+        self.table = code.rank_table(position)  # (L + 1, q): V[t], fp64
         decoders = code.rank_decoders(position, own)
         self.rounds: list[list[int]] = []  # [family] in which it passes here
         self.complete: list[list[int]] = []  # those that are decoded
-        self.table: list[torch.Tensor] = []  # (rows, q): V[t]
         self.decoder: list[torch.Tensor] = []  # (q, q)
         for family in range(1 if code.shared else code.ranks):
             residue = (position - family) % code.ranks
             first, step = (0, 1) if code.shared else (residue, code.ranks)
             self.rounds.append(list(range(first, code.rounds + 1, step)))
             self.complete.append(list(code.receive_rounds(residue)))
-            self.table.append(_tensor(table[self.rounds[-1]], like, dtype))
             self.decoder.append(_tensor(decoders[0 if code.shared else residue], like, dtype))
         # Rows from the term of one pass to that of the next: one, or N where all rounds count.
         self.back = code.ranks if code.shared else 1
@@ -176,12 +174,15 @@ class _Encoder:
         """Slots of each family: one for each term, and that before the first if it is needed."""
         return [len(rounds) + self.shift(f) for f, rounds in enumerate(self.rounds)]
 
-    def changes(self, family: int, like: torch.Tensor) -> torch.Tensor:
-        """Return V[t] - V[t-N] of a family's rows, shape (rows, q), in fp64."""
-        table = self.code.rank_table(self.position)
-        late = np.zeros_like(table)
-        late[self.code.ranks :] = table[: len(table) - self.code.ranks]
-        return _tensor((table - late)[self.rounds[family]], like, torch.float64)
+    def terms(self, like: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Return V[t] of each family's rows, shape (rows, q)."""
+        return [_tensor(self.table[rounds], like, dtype) for rounds in self.rounds]
+
+    def changes(self, like: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Return V[t] - V[t-N] of each family's rows, shape (rows, q)."""
+        late = np.zeros_like(self.table)
+        late[self.code.ranks :] = self.table[: len(self.table) - self.code.ranks]
+        return [_tensor((self.table - late)[rounds], like, dtype) for rounds in self.rounds]
 
 
 def _tensor(values: Any, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -420,6 +421,7 @@ class CodedChain(_Decoded):
         self.precise = is_native(wire) and code.condition_number > _HARMLESS_CONDITION
         dtype = torch.float64 if self.precise else flat.dtype
         self.encoder = _Encoder(code, position, flat, "exact", dtype)
+        self.terms = self.encoder.terms(flat, dtype)
         nbytes = (code.rounds + 2) * layout.length * flat.itemsize
         self.slots = self._cut(arena.take("slots", nbytes, flat.device).view(flat.dtype))
         self.worker = _Worker(flat.device, ledger)
@@ -472,7 +474,7 @@ class CodedChain(_Decoded):
         """Form the terms of some rounds of a family."""
         shift = self.encoder.shift(family)
         slots = self.slots[family][segment][rows.start + shift : rows.stop + shift]
-        table = self.encoder.table[family][rows]
+        table = self.terms[family][rows]
         for tile in self.layout.tiles(self.families[family], self.pieces[segment]):
             self.product.encode(table, tile, slots)
 
@@ -555,8 +557,7 @@ class InPlaceChain(_Decoded):
         # Here terms of all passes are kept as changes, whose roundings stay in the chain: on a wire
         # as precise as the buffer they would outweigh the wire's if the products were not in fp64.
         dtype = torch.float64 if is_native(wire) else flat.dtype
-        families = range(len(self.encoder.rounds))
-        self.changes = [self.encoder.changes(f, flat).to(dtype) for f in families]
+        self.changes = self.encoder.changes(flat, dtype)
 
     def contribute(self, round: int, segment: int, values: torch.Tensor) -> None:
         """Add the contribution of ``round`` to ``values``; keep a complete message in its slot."""
