@@ -165,17 +165,37 @@ os._exit(0)
 """
 
 
+def _received(testbed: Testbed) -> list[float]:
+    """Bits per second that each rank of a ring of senders received over 1.2 s."""
+    result = testbed.run(
+        [sys.executable, "-S", "-c", RING], timeout_s=30, output="capture", store=False
+    ).check()
+    return [float(result[rank].stdout or "nan") for rank in range(testbed.ranks)]
+
+
+def _check_rates(testbed: Testbed, limits: tuple[int, ...]) -> None:
+    """No link is ever faster than its limit; each reaches half of it, in the best of some tries.
+
+    A busy machine makes any link slower for a while, none faster; half tells every limit in these
+    tests from any other.
+    """
+    best = [0.0] * testbed.ranks
+    for _ in range(5):
+        received = _received(testbed)
+        for rank, limit in enumerate(limits):
+            assert received[rank] < 1.02 * limit * TCP_GOODPUT, (rank, received)
+        best = [max(pair) for pair in zip(best, received, strict=True)]
+        if all(rate > 0.5 * limit for rate, limit in zip(best, limits, strict=True)):
+            return
+    pytest.fail(f"received {best} of {limits}")
+
+
 @linux
 def test_each_link_keeps_its_rate_in_both_directions(shaped: None, unchanged: None) -> None:
     """Of the set rate TCP gets TCP_GOODPUT; a straggler's link slows what it sends and receives."""
     fast, slow = 40_000_000, 10_000_000
     with Testbed(4, (fast, fast, slow, fast)) as testbed:
-        result = testbed.run(
-            [sys.executable, "-S", "-c", RING], timeout_s=30, output="capture", store=False
-        ).check()
-    for rank, limit in enumerate((fast, fast, slow, slow)):  # rank r receives from r - 1
-        measured = float(result[rank].stdout or "nan")
-        assert 0.8 < measured / (limit * TCP_GOODPUT) < 1.02, (rank, measured)
+        _check_rates(testbed, (fast, fast, slow, slow))  # rank r receives from r - 1
 
 
 @linux
@@ -183,11 +203,7 @@ def test_the_downlink_may_be_slower_than_the_uplink(shaped: None) -> None:
     """rate_down limits what a rank receives, whatever its peer may send."""
     with Testbed(2, 40_000_000, rate_down=(None, 10_000_000)) as testbed:
         assert "40 Mbit/s up and unshaped/10 Mbit/s down" in str(testbed.description)
-        result = testbed.run(
-            [sys.executable, "-S", "-c", RING], timeout_s=30, output="capture", store=False
-        ).check()
-    assert 0.8 < float(result[1].stdout or "nan") / (10_000_000 * TCP_GOODPUT) < 1.02
-    assert float(result[0].stdout or "nan") > 20_000_000
+        _check_rates(testbed, (40_000_000, 10_000_000))
 
 
 COUNT = """
