@@ -191,6 +191,49 @@ def test_subgroups_average_among_themselves(pool: Ranks):
     assert pool.run(_subgroup) == [0.5, 0.5, 2.5, 2.5]
 
 
+def _ignored() -> tuple[float, bool, float]:
+    """Return the gradient of an ignored weight, whether the others' are averaged, the weight."""
+    net = network()
+    net.register_parameter("own", nn.Parameter(torch.full((1,), float(dist.get_rank() + 1))))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["own"])
+    model, comm = build("ring", net=net)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(3):
+        model.zero_grad()
+        (model(torch.randn(4, 20, generator=generator)).pow(2).mean() + 2 * net.own).backward()
+    own = net.own
+    assert own.grad is not None
+    with torch.no_grad():
+        own.add_(1)
+    comm.consolidate()
+    gradients = torch.cat([p.grad.flatten() for p in net.parameters() if p is not own])
+    same = [torch.empty_like(gradients) for _ in range(dist.get_world_size())]
+    dist.all_gather(same, gradients)
+    comm.close()
+    return own.grad.item(), same_on_all(same), own.item()
+
+
+def test_parameters_that_ddp_ignores_stay_this_ranks_own(pool: Ranks):
+    """They are neither exchanged nor made equal; the others are."""
+    for rank, (gradient, averaged, weight) in enumerate(pool.run(_ignored)):
+        assert gradient == 2
+        assert averaged
+        assert weight == rank + 2
+
+
+def test_a_bucket_in_the_groups_order_is_taken_as_it_lies():
+    """Parts that follow each other are one piece at the start of its storage; others are none."""
+    buffer = torch.arange(10.0)
+    parts = [buffer[2:5], buffer[5:6], buffer[6:9]]
+    piece = ddp._joined(parts)
+    assert piece is not None
+    assert piece.storage_offset() == 0
+    assert piece.data_ptr() == parts[0].data_ptr()
+    assert torch.equal(piece, buffer[2:9])
+    assert ddp._joined([parts[1], parts[0]]) is None
+    assert ddp._joined([parts[0], parts[2]]) is None
+
+
 def _two_modules() -> bool:
     a, comm_a = build("powersgd:rank=1")
     b, comm_b = build("quantized:bits=8", net=network(1))

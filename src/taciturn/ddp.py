@@ -28,6 +28,7 @@ from weakref import WeakSet
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.dlpack import from_dlpack
 
 from taciturn.aggregators.base import Aggregator, Group
 from taciturn.aggregators.mean import Mean
@@ -89,8 +90,10 @@ class _Bucket(NamedTuple):
     """One announcement of DDP: gradients that wait for their groups."""
 
     future: torch.futures.Future[torch.Tensor]
-    buffer: torch.Tensor
+    result: torch.Tensor
+    """What DDP takes the averages from: a piece of a group's buffer, or else its own bucket."""
     targets: list[torch.Tensor]
+    """Parts of its bucket that averages are first copied to; none if it takes them from ours."""
     sources: list[torch.Tensor]
     groups: frozenset[int]
     ready: Any
@@ -138,8 +141,7 @@ def attach(
     try:
         aggregator = _aggregator(method)
         _check(model, aggregator, nonfinite, optimizer, resync_every, group_bytes)
-        tensors = [(n, p) for n, p in model.module.named_parameters() if p.requires_grad]
-        groups = _groups([(n, p) for n, p in reversed(tensors)], group_bytes)
+        groups = _groups(_backward_order(model), group_bytes)
         kinds = [(group, dtype, device.type) for group, dtype, device in groups]
         agreed = repr((aggregator, nonfinite, resync_every, kinds))
     except Exception as error:
@@ -191,12 +193,38 @@ def _check(
                 f"module {name or 'itself'!r} has sparse gradients, which no method here "
                 "exchanges: build it with sparse=False"
             )
-    for name, parameter in model.module.named_parameters():
-        if parameter.requires_grad and not parameter.dtype.is_floating_point:
+    for name, parameter in _trained(model).items():
+        if not parameter.dtype.is_floating_point:
             raise InputError(
                 f"parameter {name!r} is {parameter.dtype}: only real floating-point gradients are "
                 "exchanged; view complex parameters as real ones"
             )
+
+
+def _trained(model: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
+    """Return the parameters whose gradients DDP averages, tied ones once."""
+    return {
+        name: parameter
+        for name, parameter in model.module.named_parameters()
+        if parameter.requires_grad and name not in model.parameters_to_ignore
+    }
+
+
+def _backward_order(model: DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:
+    """Return the parameters with gradients, about as backward makes these.
+
+    Where DDP's buckets hold the same ones in the same order, it can take averages from our buffers
+    as they are. Modules come in reverse, a module's own parameters as they are, but a linear
+    layer's weight last, since its gradient is transposed after the bias's is there.
+    """
+    order = []
+    for prefix, owner in reversed(list(model.module.named_modules())):
+        names = [name for name, _ in owner.named_parameters(recurse=False)]
+        if isinstance(owner, torch.nn.Linear):
+            names.sort(key="weight".__eq__)
+        order += [f"{prefix}.{name}" if prefix else name for name in names]
+    parameters = _trained(model)
+    return [(name, parameters[name]) for name in order if name in parameters]
 
 
 def _groups(
@@ -272,9 +300,7 @@ class Communicator:
         self._skip = False
         self._metrics: StepMetrics | None = None
         self._error: Exception | None = None
-        self._parameters = {
-            name: p for name, p in model.module.named_parameters() if p.requires_grad
-        }
+        self._parameters = _trained(model)
         self._homes = [
             (module, attribute, name, self._parameters[name])
             for prefix, module in model.module.named_modules()
@@ -352,12 +378,17 @@ class Communicator:
             groups.add(g)
             self._left[g] -= 1
         torch._foreach_copy_(sources, targets)
+        result = _joined(sources) if buffer.dtype == sources[0].dtype and len(groups) == 1 else None
+        if result is None:
+            result = buffer
+        else:
+            targets, sources = [], []
         ready = None
         if buffer.is_cuda:
             ready = torch.cuda.Event()
             ready.record()
         self._jobs.put(
-            ("bucket", _Bucket(future, buffer, targets, sources, frozenset(groups), ready))
+            ("bucket", _Bucket(future, result, targets, sources, frozenset(groups), ready))
         )
         while self._next < len(self._groups) and self._left[self._next] == 0:
             self._jobs.put(("group", self._next))
@@ -430,9 +461,8 @@ class Communicator:
             if bucket.ready is not None:
                 bucket.ready.wait(torch.cuda.current_stream(buffer.device))
         self.aggregator.aggregate(buffer, self._groups[g], self.transport)
-        if not buffer.numel():
-            return True
-        return bool(torch.linalg.vector_norm(buffer, float("inf")).isfinite())
+        # A finite sum has finite terms only; one that is not may have overflowed itself.
+        return bool(buffer.sum().isfinite() or buffer.isfinite().all())
 
     def _finish_step(self, finite: bool, start: float, counts: LedgerCounts) -> None:
         if self.replicas_differ:
@@ -473,8 +503,9 @@ class Communicator:
             if not bucket.groups <= done:
                 rest.append(bucket)
                 continue
-            torch._foreach_copy_(bucket.targets, bucket.sources)
-            bucket.future.set_result(bucket.buffer)
+            if bucket.targets:
+                torch._foreach_copy_(bucket.targets, bucket.sources)
+            bucket.future.set_result(bucket.result)
         return rest
 
     def _fail(self, error: Exception, buckets: list[_Bucket]) -> None:
@@ -616,6 +647,17 @@ class Communicator:
             self._jobs.put(("stop", None))
             self._thread.join()
         self.transport.close()
+
+
+def _joined(places: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return the memory that parts of a flat buffer make up in their order; None if they do not."""
+    start = stop = places[0].storage_offset()
+    for place in places:
+        if place.storage_offset() != stop:
+            return None
+        stop += place.numel()
+    # DDP reads a hook's result from the start of its storage, not of the tensor.
+    return from_dlpack(places[0].as_strided((stop - start,), (1,), start))
 
 
 def _wrap_step(optimizer: torch.optim.Optimizer, skips: Callable[[], bool]) -> None:

@@ -2,7 +2,8 @@
 
 What is compared are the parameters, frozen ones too, and the buffers, saved or not, by name; tied
 tensors once, under their first name. A DistributedDataParallel model is unwrapped, so names have no
-``module.``. All ranks call a function of this module at the same point, between steps.
+``module.``, and what it was told to ignore is left out. All ranks call a function of this module at
+the same point, between steps.
 
 Every call begins with three integers per rank, gathered by a ring: checksums of the names, shapes
 and dtypes, and of all values. Only if the values differ do the ranks exchange a digest per tensor,
@@ -315,11 +316,13 @@ def _as_one(transport: Transport) -> Iterator[None]:
 
 def _tensors(model: torch.nn.Module, buffers: bool) -> _Named:
     """Return parameters and buffers by name, detached, tied ones once."""
+    ignored: set[str] = set()
     if isinstance(model, DistributedDataParallel):
-        model = model.module
+        ignored, model = set(model.parameters_to_ignore), model.module
     named: _Named = list(model.named_parameters())
     if buffers:
         named += model.named_buffers()
+    named = [(name, tensor) for name, tensor in named if name not in ignored]
     for name, tensor in named:
         if torch.nn.parameter.is_lazy(tensor):
             raise InputError(
