@@ -3,7 +3,8 @@
 ``python benchmarks/ddp_step.py --json benchmarks/ddp_step.json`` takes about ten minutes on two
 cores. Every method has a model of its own in the same processes; the steps of all methods are
 interleaved, each behind a barrier, and a step's time is that of the slowest rank. ``--losses``
-trains every method for ``--steps`` steps on the same data, on loopback, and adds the final losses.
+trains instead (``ddp_losses.py``): every method for ``--steps`` steps, with ``--seeds`` seeds, on
+unshaped links; rows that its file has already are kept, so a long run may be cut and gone on with.
 
 The model is a byte-level GPT of about 3 million parameters on the source of Python's standard
 library. Its batch is small, so that compute is a few per cent of the stock step at 100 Mbit/s and 4
@@ -17,6 +18,7 @@ import json
 import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,87 +26,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.nn.parallel import DistributedDataParallel
 
-from taciturn import ddp
+import ddp_losses
+from ddp_trainee import METHODS, STOCK, Trainee, mean, slowest
 from taciturn.bench import inputs
-from taciturn.replicas import spread
 from taciturn.testbed import Testbed
 from taciturn.units import parse_rate
 
 PARAMETERS = 3_000_000
-LOSS_PARAMETERS = 600_000
-STOCK = ("ddp fp32", "ddp fp16 hook")
-METHODS = (
-    "backend",
-    "cast:wire=bf16",
-    "quantized:bits=8",
-    "quantized:bits=4,feedback=true",
-    "coded:passes=4",
-    "coded:passes=4,code=fourier,shuffle=true",
-    "coded:passes=16,code=fourier,shuffle=true,wire=bf16",
-    "powersgd:rank=4",
-    "powersgd:rank=4,alternate=true",
-    "topk:ratio=0.01",
-)
 CASES = ((4, "100mbit"), (4, "1gbit"), (4, "unshaped"), (8, "100mbit"), (8, "1gbit"))
 COMPUTE_SHARE = 0.05
-TIMEOUT_S = 120.0
-
-
-class Trainee:
-    """One method's model, optimizer and communicator, on one rank."""
-
-    def __init__(self, method: str, parameters: int, rate: float, resync_every: int | None) -> None:
-        generator = torch.Generator().manual_seed(0)
-        net = inputs.GPT(inputs.gpt_shape(parameters), generator)
-        self.method = method
-        self.model = DistributedDataParallel(net)
-        self.comm: ddp.Communicator | None = None
-        if method == "ddp fp16 hook":
-            self.model.register_comm_hook(None, default_hooks.fp16_compress_hook)
-        elif method not in STOCK:
-            self.comm = ddp.attach(
-                self.model, method, resync_every=resync_every, timeout_s=TIMEOUT_S
-            )
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate, weight_decay=0.01)
-
-    def step(self, batch: torch.Tensor) -> float:
-        """Take one optimizer step; return the loss of this rank's batch."""
-        loss = inputs.GPT.loss(self.model, batch)  # type: ignore[arg-type]
-        self.optimizer.zero_grad()
-        loss.backward()
-        self.optimizer.step()
-        return loss.item()
-
-    def backward_s(self, batch: torch.Tensor, exchange: bool) -> float:
-        """Return the seconds of backward alone, with or without the exchange beside it."""
-        self.optimizer.zero_grad()
-        if exchange:
-            loss = inputs.GPT.loss(self.model, batch)  # type: ignore[arg-type]
-            start = time.perf_counter()
-            loss.backward()
-            return time.perf_counter() - start
-        with self.model.no_sync():
-            loss = inputs.GPT.loss(self.model, batch)  # type: ignore[arg-type]
-            start = time.perf_counter()
-            loss.backward()
-            return time.perf_counter() - start
-
-
-def slowest(seconds: float) -> float:
-    """Return the largest over ranks."""
-    value = torch.tensor([seconds], dtype=torch.float64)
-    dist.all_reduce(value, op=dist.ReduceOp.MAX)
-    return value.item()
-
-
-def mean(number: float) -> float:
-    """Return the mean over ranks."""
-    value = torch.tensor([number], dtype=torch.float64)
-    dist.all_reduce(value)
-    return value.item() / dist.get_world_size()
+LOSS_RANKS = 4
+TIMEOUT_S = 20_000.0
 
 
 def timed(run: Callable[[], object]) -> float:
@@ -164,66 +97,34 @@ def measure_steps(methods: list[str], repeats: int) -> list[dict[str, Any]]:
     return rows
 
 
-def measure_losses(methods: list[str], steps: int) -> list[dict[str, Any]]:
-    """Train every method on the same data; losses are of the consolidated and a single model."""
-    text = inputs.corpus()
-    held_out = inputs.draw_batch(text, 16, torch.Generator().manual_seed(7))
-    rows = []
-    for method in methods:
-        trainee = Trainee(method, LOSS_PARAMETERS, 2e-3, 200 if "coded" in method else 0)
-        generator = torch.Generator().manual_seed(1000 + dist.get_rank())
-        curve = [trainee.step(inputs.draw_batch(text, 4, generator)) for _ in range(steps)]
-        apart = spread(trainee.model, trainee.comm.transport).overall if trainee.comm else 0.0
-        with torch.no_grad():
-            single = mean(float(inputs.GPT.loss(trainee.model.module, held_out)))
-            if trainee.comm is not None:
-                trainee.comm.consolidate()
-            final = float(inputs.GPT.loss(trainee.model.module, held_out))
-        average = [mean(value) for value in curve]
-        rows.append(
-            {
-                "method": method,
-                "final_loss": final,
-                "single_replica_loss": single,
-                "spread": apart,
-                "curve": average,
-                "gradient_noise": statistics.pstdev(curve[-50:]) if len(curve) >= 50 else None,
-            }
-        )
-        if trainee.comm is not None:
-            trainee.comm.close()
-    for row in rows:
-        row["loss_ratio_to_fp32"] = row["final_loss"] / rows[0]["final_loss"]
-    return rows
-
-
 def rank_main(job: dict[str, Any]) -> None:
     """Run on every rank: measure, and have rank 0 write the rows."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    out = Path(job["out"])
     if job["losses"]:
-        rows = measure_losses(job["methods"], job["steps"])
+        ddp_losses.measure_missing(job["methods"], job["seeds"], job["steps"], out)
     else:
         rows = measure_steps(job["methods"], job["repeats"])
-    if dist.get_rank() == 0:
-        Path(job["out"]).write_text(json.dumps(rows))
+        if dist.get_rank() == 0:
+            out.write_text(json.dumps(rows))
     dist.barrier()
     dist.destroy_process_group()
 
 
+def run_ranks(ranks: int, rate: int | None, job: dict[str, Any]) -> list[dict[str, Any]]:
+    """Start the ranks and return the rows that they wrote."""
+    with Testbed(ranks=ranks, rate=rate) as testbed:
+        environment = {"TACITURN_DDP_STEP": json.dumps(job)}
+        testbed.run([sys.executable, __file__], timeout_s=TIMEOUT_S, env=environment).check()
+    rows: list[dict[str, Any]] = json.loads(Path(job["out"]).read_text())
+    return rows
+
+
 def run_case(ranks: int, rate: str, job: dict[str, Any]) -> list[dict[str, Any]]:
-    """Start the ranks and return their rows."""
-    out = Path(job["out"])
-    out.unlink(missing_ok=True)
+    """Measure the steps of all methods on links of one rate."""
     bits = None if rate == "unshaped" else parse_rate(rate)
-    with Testbed(ranks=ranks, rate=bits) as testbed:
-        result = testbed.run(
-            [sys.executable, __file__],
-            timeout_s=3000,
-            env={"TACITURN_DDP_STEP": json.dumps(job)},
-        )
-        result.check()
-        rows: list[dict[str, Any]] = json.loads(out.read_text())
+    rows = run_ranks(ranks, bits, job)
     for row in rows:
         row["ranks"] = ranks
         row["rate_bits_per_s"] = bits
@@ -235,13 +136,6 @@ def table(rows: list[dict[str, Any]]) -> str:
     """Return the rows as lines of text."""
     lines = []
     for row in rows:
-        if "final_loss" in row:
-            lines.append(
-                f"{row['method']:55} loss {row['final_loss']:.4f} "
-                f"ratio {row['loss_ratio_to_fp32']:.4f} single {row['single_replica_loss']:.4f} "
-                f"spread {row['spread']:.2g}"
-            )
-            continue
         sent = row["sent_bytes_per_step"]
         codec = row["codec_s"]
         lines.append(
@@ -258,36 +152,36 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the rows there")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--losses", action="store_true", help="final losses instead of step times")
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=300, help="of a run with --losses")
+    parser.add_argument("--seeds", type=int, default=5, help="runs of each method with --losses")
     parser.add_argument("--methods", default=";".join(METHODS), help="with ; between them")
     parser.add_argument(
         "--cases", default=",".join(f"{n}x{rate}" for n, rate in CASES), help="as 4x100mbit,4x1gbit"
     )
     arguments = parser.parse_args()
     methods = [*STOCK, *(m.strip() for m in arguments.methods.split(";") if m.strip())]
-    job: dict[str, Any] = {
-        "losses": arguments.losses,
-        "methods": methods,
-        "repeats": arguments.repeats,
-        "steps": arguments.steps,
-        "out": str(Path("ddp_step.part.json").resolve()),
-    }
-    rows: list[dict[str, Any]] = []
-    cases = "4xunshaped" if arguments.losses else arguments.cases
-    for case in cases.split(","):
-        ranks, _, rate = case.partition("x")
-        found = run_case(int(ranks), rate, job)
-        print(f"\n{ranks} ranks, links of {rate}")
-        if not arguments.losses:
+    with tempfile.TemporaryDirectory() as folder:
+        job = {key: getattr(arguments, key) for key in ("losses", "repeats", "steps", "seeds")}
+        job |= {"methods": methods, "out": str(Path(folder) / "rows.json")}
+        if arguments.losses:
+            if arguments.json:
+                job["out"] = str(arguments.json.resolve())
+            print(ddp_losses.table(run_ranks(LOSS_RANKS, None, job)))
+            return
+        rows: list[dict[str, Any]] = []
+        for case in arguments.cases.split(","):
+            ranks, _, rate = case.partition("x")
+            found = run_case(int(ranks), rate, job)
             share = found[0]["compute_share"]
-            print(f"compute is {share:.1%} of the stock fp32 step")
+            print(
+                f"\n{ranks} ranks, links of {rate}; compute is {share:.1%} of the stock fp32 step"
+            )
             if int(ranks) == 4 and rate == "100mbit" and share > COMPUTE_SHARE:
                 print(f"more than the {COMPUTE_SHARE:.0%} meant: the machine is busy")
-        print(table(found), flush=True)
-        rows += found
-        if arguments.json:  # after every case: a long run can be cut short
-            arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
-    Path(job["out"]).unlink(missing_ok=True)
+            print(table(found), flush=True)
+            rows += found
+            if arguments.json:  # after every case: a long run can be cut short
+                arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":
