@@ -123,7 +123,8 @@ def table(rows: list[Row]) -> str:
     """Return a line for each matrix and step; vectors, which PowerSGD sends as they are, last."""
     lines = [
         "captured energy (most possible) at rank 1, 2, 4, 8",
-        "error of int8, int4, coded p=4, Fourier p=16, top-k 1 %; codec ms of rank 4, int8, p=4, p=16",
+        "error of int8, int4, coded p=4, Fourier p=16, top-k 1 %",
+        "codec ms of rank 4, int8, p=4, p=16",
     ]
     for step in STEPS:
         lines.append(f"step {step}")
