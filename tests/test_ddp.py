@@ -191,17 +191,19 @@ def test_subgroups_average_among_themselves(pool: Ranks):
     assert pool.run(_subgroup) == [0.5, 0.5, 2.5, 2.5]
 
 
-def _ignored() -> tuple[float, bool, float]:
+def _ignored(where: str) -> tuple[float, bool, float]:
     """Return the gradient of an ignored weight, whether the others' are averaged, the weight."""
     net = network()
-    net.register_parameter("own", nn.Parameter(torch.full((1,), float(dist.get_rank() + 1))))
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["own"])
+    owner = net[0] if where == "inside" else net
+    owner.register_parameter("own", nn.Parameter(torch.full((1,), float(dist.get_rank() + 1))))
+    ignore = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    ignore(net, ["0.own" if where == "inside" else ".own"])
     model, comm = build("ring", net=net)
+    own = owner.get_parameter("own")
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(3):
         model.zero_grad()
-        (model(torch.randn(4, 20, generator=generator)).pow(2).mean() + 2 * net.own).backward()
-    own = net.own
+        (model(torch.randn(4, 20, generator=generator)).pow(2).mean() + 2 * own).backward()
     assert own.grad is not None
     with torch.no_grad():
         own.add_(1)
@@ -213,12 +215,14 @@ def _ignored() -> tuple[float, bool, float]:
     return own.grad.item(), same_on_all(same), own.item()
 
 
-def test_parameters_that_ddp_ignores_stay_this_ranks_own(pool: Ranks):
+@pytest.mark.parametrize("where", ["inside", "outermost"])
+def test_parameters_that_ddp_ignores_stay_this_ranks_own(where, pool: Ranks):
     """They are neither exchanged nor made equal; the others are."""
-    for rank, (gradient, averaged, weight) in enumerate(pool.run(_ignored)):
+    for rank, (gradient, averaged, weight) in enumerate(pool.run(_ignored, where)):
         assert gradient == 2
         assert averaged
-        assert weight == rank + 2
+        # DDP itself still makes the outermost module's own ones equal when it wraps it.
+        assert weight == (rank + 2 if where == "inside" else 2)
 
 
 def test_a_bucket_in_the_groups_order_is_taken_as_it_lies():
@@ -569,7 +573,7 @@ def _metrics(method: str) -> tuple[int, int, int]:
     train(model, sgd(model), range(3))
     metrics = comm.metrics()
     assert metrics is not None
-    group = comm._groups[0]
+    group = comm._exchange.groups[0]
     cost = comm.aggregator.cost(group, torch.float32, 4, dist.get_rank())
     assert cost is not None
     comm.close()

@@ -17,8 +17,6 @@ import math
 import queue
 import threading
 import time
-import warnings
-import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,15 +28,15 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.dlpack import from_dlpack
 
-from taciturn.aggregators.base import Aggregator, Group
+from taciturn.aggregators.base import Aggregator
 from taciturn.aggregators.mean import Mean
 from taciturn.collectives.base import Collective
-from taciturn.collectives.ring import Ring
 from taciturn.error_feedback import ErrorFeedback
 from taciturn.errors import InputError, MismatchError, PeerError
+from taciturn.exchange import GROUP_BYTES, Exchange, agree
 from taciturn.ledger import LedgerCounts
 from taciturn.methods import aggregator as aggregator_named
-from taciturn.replicas import Spread, resync, spread, suggest_resync_every
+from taciturn.replicas import Spread, ignored_by_ddp, resync, spread, suggest_resync_every
 from taciturn.transport import DistributedTransport
 
 if TYPE_CHECKING:
@@ -47,9 +45,6 @@ if TYPE_CHECKING:
 __all__ = ["Communicator", "StepMetrics", "attach"]
 
 Nonfinite = Literal["propagate", "skip"]
-
-_GROUP_BYTES = 25 * 2**20
-"""DDP's own default for buckets."""
 
 _FIRST_RESYNC, _LEAST_RESYNC, _MOST_RESYNC = 50, 10, 1000
 """Steps before the first spread is measured, and the bounds of what is chosen from it."""
@@ -108,7 +103,7 @@ def attach(
     optimizer: torch.optim.Optimizer | None = None,
     scaler: Any = None,
     resync_every: int | None = None,
-    group_bytes: int = _GROUP_BYTES,
+    group_bytes: int = GROUP_BYTES,
     timeout_s: float = 60.0,
 ) -> Communicator:
     """Have ``model`` average its gradients by ``method``. Call it on every rank, before training.
@@ -141,15 +136,12 @@ def attach(
     try:
         aggregator = _aggregator(method)
         _check(model, aggregator, nonfinite, optimizer, resync_every, group_bytes)
-        groups = _groups(_backward_order(model), group_bytes)
-        kinds = [(group, dtype, device.type) for group, dtype, device in groups]
-        agreed = repr((aggregator, nonfinite, resync_every, kinds))
+        exchange = Exchange(_backward_order(model), aggregator, transport, group_bytes)
+        agreed = repr((exchange.describe(), nonfinite, resync_every))
     except Exception as error:
         problem, agreed = error, ""
-    _agree(transport, agreed, problem, "attach")
-    return Communicator(
-        model, aggregator, transport, groups, nonfinite, optimizer, scaler, resync_every
-    )
+    agree(transport, agreed, problem, "attach")
+    return Communicator(model, exchange, nonfinite, optimizer, scaler, resync_every)
 
 
 def _aggregator(method: str | Aggregator | Collective) -> Aggregator:
@@ -203,10 +195,11 @@ def _check(
 
 def _trained(model: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
     """Return the parameters whose gradients DDP averages, tied ones once."""
+    ignored = ignored_by_ddp(model)
     return {
         name: parameter
         for name, parameter in model.module.named_parameters()
-        if parameter.requires_grad and name not in model.parameters_to_ignore
+        if parameter.requires_grad and name not in ignored
     }
 
 
@@ -227,72 +220,23 @@ def _backward_order(model: DistributedDataParallel) -> list[tuple[str, torch.nn.
     return [(name, parameters[name]) for name in order if name in parameters]
 
 
-def _groups(
-    tensors: Sequence[tuple[str, torch.nn.Parameter]], group_bytes: int
-) -> list[tuple[Group, torch.dtype, torch.device]]:
-    """Cut the tensors into groups of one device and dtype, in order, of about ``group_bytes``."""
-    groups: list[tuple[Group, torch.dtype, torch.device]] = []
-    current: list[tuple[str, torch.Tensor]] = []
-    kind: tuple[torch.dtype, torch.device] | None = None
-    size = 0
-    for name, parameter in tensors:
-        dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-        nbytes = parameter.numel() * dtype.itemsize
-        if kind is not None and (kind != (dtype, parameter.device) or size + nbytes > group_bytes):
-            groups.append((Group.of(current), *kind))
-            current, size = [], 0
-        current.append((name, parameter))
-        kind, size = (dtype, parameter.device), size + nbytes
-    if kind is not None:
-        groups.append((Group.of(current), *kind))
-    return groups
-
-
-def _agree(
-    transport: DistributedTransport, text: str, problem: Exception | None, what: str
-) -> None:
-    """Raise on every rank if one has a problem, or if the ranks' texts differ.
-
-    Raises:
-        MismatchError: another rank's problem, or texts that differ; ``problem`` itself on its rank.
-    """
-    votes = torch.zeros(transport.size, dtype=torch.int64, device=transport.header_device)
-    votes[transport.rank] = -1 if problem is not None else zlib.crc32(text.encode())
-    if transport.size > 1:
-        Ring().all_reduce(votes, transport)
-    if problem is not None:
-        raise problem
-    said = votes.tolist()
-    bad = [rank for rank, vote in enumerate(said) if vote == -1]
-    if bad:
-        raise MismatchError(f"{what} failed on rank {bad[0]}; its own error says why")
-    other = [rank for rank, vote in enumerate(said) if vote != said[0]]
-    if other:
-        raise MismatchError(
-            f"the ranks do not {what} the same: rank {other[0]} differs from rank 0 in the method, "
-            "its options, or the parameters' names, shapes or dtypes"
-        )
-
-
 class Communicator:
     """What :func:`attach` returns: the hook's state, its metrics, and what to save of it."""
 
     def __init__(
         self,
         model: DistributedDataParallel,
-        aggregator: Aggregator,
-        transport: DistributedTransport,
-        groups: list[tuple[Group, torch.dtype, torch.device]],
+        exchange: Exchange,
         nonfinite: Nonfinite,
         optimizer: torch.optim.Optimizer | None,
         scaler: Any,
         resync_every: int | None,
     ) -> None:
-        self.model, self.aggregator, self.transport = model, aggregator, transport
-        self.nonfinite, self.scaler = nonfinite, scaler
-        self.replicas_differ = not aggregator.bit_identical and transport.size > 1
-        self._chosen_resync = resync_every is None and self.replicas_differ
-        self.resync_every = (_FIRST_RESYNC if self.replicas_differ else 0) if (
+        self.model, self.nonfinite, self.scaler = model, nonfinite, scaler
+        self.aggregator, self.transport = exchange.aggregator, exchange.transport
+        self._exchange = exchange
+        self._chosen_resync = resync_every is None and exchange.replicas_differ
+        self.resync_every = (_FIRST_RESYNC if exchange.replicas_differ else 0) if (
             resync_every is None
         ) else resync_every  # fmt: skip
         self._spread: Spread | None = None
@@ -301,18 +245,19 @@ class Communicator:
         self._metrics: StepMetrics | None = None
         self._error: Exception | None = None
         self._parameters = _trained(model)
+        self._names = {id(parameter): name for name, parameter in self._parameters.items()}
         self._homes = [
             (module, attribute, name, self._parameters[name])
             for prefix, module in model.module.named_modules()
             for attribute in module._parameters
             if (name := f"{prefix}.{attribute}" if prefix else attribute) in self._parameters
         ]
-        self._set_groups(groups)
+        self._reset()
         self._jobs: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
-        _attached.add(aggregator)
-        if transport.size > 1:
+        _attached.add(self.aggregator)
+        if self.transport.size > 1:
             threads = torch.get_num_threads()  # a new thread would take all cores
             self._thread = threading.Thread(
                 target=self._run, args=(threads,), name="taciturn-ddp", daemon=True
@@ -324,20 +269,8 @@ class Communicator:
             assert optimizer is not None
             _wrap_step(optimizer, self._takes_skip)
 
-    def _set_groups(self, groups: list[tuple[Group, torch.dtype, torch.device]]) -> None:
-        self._groups = [group for group, _, _ in groups]
-        self._buffers = [
-            torch.zeros(group.numel, dtype=dtype, device=device) for group, dtype, device in groups
-        ]
-        self._places = {
-            id(self._parameters[name]): (g, self._buffers[g][start:stop])
-            for g, group in enumerate(self._groups)
-            for name, (start, stop) in zip(group.names, group.bounds, strict=True)
-        }
-        self._reset()
-
     def _reset(self) -> None:
-        self._left = [len(group.names) for group in self._groups]
+        self._left = [len(group.names) for group in self._exchange.groups]
         self._next = 0
 
     # -- in DDP's threads
@@ -372,7 +305,7 @@ class Communicator:
         self._idle.clear()
         targets, sources, groups = [], [], set()
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            g, place = self._places[id(parameter)]
+            g, place = self._exchange.place(self._names[id(parameter)])
             targets.append(gradient.reshape(-1))  # DDP shows it in memory order, as groups have it
             sources.append(place)
             groups.add(g)
@@ -390,10 +323,10 @@ class Communicator:
         self._jobs.put(
             ("bucket", _Bucket(future, result, targets, sources, frozenset(groups), ready))
         )
-        while self._next < len(self._groups) and self._left[self._next] == 0:
+        while self._next < len(self._exchange.groups) and self._left[self._next] == 0:
             self._jobs.put(("group", self._next))
             self._next += 1
-        if self._next == len(self._groups):
+        if self._next == len(self._exchange.groups):
             self._reset()
 
     def _before_forward(self, module: torch.nn.Module, _arguments: Any) -> None:
@@ -404,7 +337,7 @@ class Communicator:
                     f"parameter {name!r} was replaced after attach: DDP and this hook still "
                     "average the old one; change parameters in place, or wrap and attach again"
                 )
-        if self._left != [len(group.names) for group in self._groups]:
+        if self._left != [len(group.names) for group in self._exchange.groups]:
             error = PeerError(
                 "the last backward pass was left in its midst, with some gradients exchanged and "
                 "some not; the other ranks still wait for it"
@@ -443,11 +376,11 @@ class Communicator:
                             self.aggregator.scale = float(self.scaler.get_scale())
                     finite.append(self._aggregate(job, buckets))
                     done.add(job)
-                    if len(done) == len(self._groups):
+                    if len(done) == len(self._exchange.groups):
                         self._finish_step(all(finite), start, counts)
                         finite.clear()
                 buckets = self._release(buckets, done)
-                if len(done) == len(self._groups):
+                if len(done) == len(self._exchange.groups):
                     done.clear()
                     self._idle.set()
             except Exception as error:
@@ -456,24 +389,13 @@ class Communicator:
 
     def _aggregate(self, g: int, buckets: list[_Bucket]) -> bool:
         """Average one group; say whether the result is finite."""
-        buffer = self._buffers[g]
         for bucket in buckets:
             if bucket.ready is not None:
-                bucket.ready.wait(torch.cuda.current_stream(buffer.device))
-        self.aggregator.aggregate(buffer, self._groups[g], self.transport)
-        # A finite sum has finite terms only; one that is not may have overflowed itself.
-        return bool(buffer.sum().isfinite() or buffer.isfinite().all())
+                bucket.ready.wait(torch.cuda.current_stream(self._exchange.buffers[g].device))
+        return self._exchange.average(g)
 
     def _finish_step(self, finite: bool, start: float, counts: LedgerCounts) -> None:
-        if self.replicas_differ:
-            # Replicas that differ may lie on both sides of an overflow.
-            flag = torch.tensor([0 if finite else 1], device=self.transport.header_device)
-            Ring().all_reduce(flag, self.transport)
-            agreed = not flag.item()
-            if finite and not agreed:
-                self._buffers[-1].fill_(float("nan"))
-            finite = agreed
-        self.aggregator.finish_step(keep=finite)
+        finite = self._exchange.finish_step(finite)
         self._skip = not finite and self.nonfinite == "skip"
         self._skipped_steps += not finite
         self._steps += 1
@@ -566,12 +488,7 @@ class Communicator:
         if self.transport.size > 1:
             self._wait_until_idle()
         return {
-            "version": 1,
-            "method": repr(self.aggregator),
-            "ranks": self.transport.size,
-            "rank": self.transport.rank,
-            "groups": [list(group.names) for group in self._groups],
-            "aggregator": self.aggregator.state_dict(),
+            **self._exchange.state_dict(),
             "steps": self._steps,
             "skipped_steps": self._skipped_steps,
             "since_resync": self._since_resync,
@@ -593,50 +510,17 @@ class Communicator:
         """
         problem: Exception | None = None
         try:
-            self._load(state)
+            missing = {"steps", "skipped_steps", "since_resync", "resync_every"} - set(state or ())
+            if state is not None and missing:
+                raise InputError(f"this is no state of a communicator: it lacks {sorted(missing)}")
+            self._exchange.load_state_dict(state)
         except Exception as error:
             problem = error
-        _agree(self.transport, "", problem, "load this state")
-
-    def _load(self, state: dict[str, Any] | None) -> None:
-        if state is None:
-            raise InputError(
-                f"rank {self.transport.rank} has no state to load: its file is missing"
-            )
-        missing = {"version", "method", "ranks", "rank", "groups", "aggregator"} - set(state)
-        if missing or state["version"] != 1:
-            raise InputError(
-                f"this is no state of a communicator: it lacks {sorted(missing) or 'version 1'}"
-            )
-        if state["method"] != repr(self.aggregator):
-            raise InputError(
-                f"this state is of {state['method']}, and {self.aggregator!r} is attached: attach "
-                "the method that it was saved from"
-            )
-        names = [name for group in state["groups"] for name in group]
-        if sorted(names) != sorted(self._parameters):
-            odd = sorted(set(names) ^ set(self._parameters))
-            raise InputError(
-                f"this state belongs to another model: {', '.join(map(repr, odd[:3]))} "
-                f"{'is' if len(odd) == 1 else 'are'} not in both"
-            )
-        if state["ranks"] == self.transport.size and state["rank"] != self.transport.rank:
-            raise InputError(
-                f"this state is rank {state['rank']}'s, and this is rank {self.transport.rank}: "
-                "every rank loads its own"
-            )
-        tensors = [[(name, self._parameters[name]) for name in group] for group in state["groups"]]
-        self._set_groups([g for some in tensors for g in _groups(some, 1 << 62)])
-        self.aggregator.load_state_dict(state["aggregator"])
-        if state["ranks"] != self.transport.size and isinstance(self.aggregator, ErrorFeedback):
-            self.aggregator.drop_residuals()
-            warnings.warn(
-                f"saved with {state['ranks']} ranks and resumed with {self.transport.size}: the "
-                "residuals are dropped, since they add up only over the ranks that made them",
-                stacklevel=3,
-            )
+        agree(self.transport, "", problem, "load this state")
+        assert state is not None
         self._steps, self._skipped_steps = state["steps"], state["skipped_steps"]
         self._since_resync, self.resync_every = state["since_resync"], state["resync_every"]
+        self._reset()
 
     def close(self) -> None:
         """End the thread and its process group, after the last backward. Call it on every rank."""

@@ -38,6 +38,7 @@ __all__ = [
     "ReplicaReport",
     "Spread",
     "check_replicas",
+    "ignored_by_ddp",
     "resync",
     "spread",
     "suggest_resync_every",
@@ -314,11 +315,21 @@ def _as_one(transport: Transport) -> Iterator[None]:
         transport.fail(error)
 
 
+def ignored_by_ddp(model: DistributedDataParallel) -> set[str]:
+    """Return the names of the parameters and buffers that the model was told to leave alone."""
+    ignored = set(model.parameters_to_ignore)
+    own = {name for name, _ in model.module.named_parameters(recurse=False)}
+    # DDP looks for the outermost module's own parameters under their names after a dot.
+    return {name for name in ignored if name not in own} | {
+        name for name in own if f".{name}" in ignored
+    }
+
+
 def _tensors(model: torch.nn.Module, buffers: bool) -> _Named:
     """Return parameters and buffers by name, detached, tied ones once."""
     ignored: set[str] = set()
     if isinstance(model, DistributedDataParallel):
-        ignored, model = set(model.parameters_to_ignore), model.module
+        ignored, model = ignored_by_ddp(model), model.module
     named: _Named = list(model.named_parameters())
     if buffers:
         named += model.named_buffers()

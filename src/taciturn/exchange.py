@@ -1,0 +1,227 @@
+"""Named tensors in fixed groups that one aggregator averages over the ranks.
+
+What the DDP hook, accumulation windows and local updates have in common. Groups are cut once and
+saved with the state, because a ring's order of summation follows the place in a buffer: a resumed
+run is bit-equal only with the groups that it was saved with.
+"""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from taciturn.aggregators.base import Aggregator, Group
+from taciturn.collectives.ring import Ring
+from taciturn.error_feedback import ErrorFeedback
+from taciturn.errors import InputError, MismatchError
+from taciturn.transport import DistributedTransport
+
+__all__ = ["GROUP_BYTES", "Exchange", "agree"]
+
+GROUP_BYTES = 25 * 2**20
+"""DDP's own default for buckets."""
+
+_VERSION = 1
+
+_Kind = tuple[torch.dtype, torch.device]
+
+
+def agree(transport: DistributedTransport, text: str, problem: Exception | None, what: str) -> None:
+    """Raise on every rank if one has a problem, or if the ranks' texts differ.
+
+    Args:
+        transport: the ranks; all of them call this at the same point.
+        text: what must be the same everywhere.
+        problem: what went wrong on this rank, if anything.
+        what: is being done, as a verb.
+
+    Raises:
+        MismatchError: another rank's problem, or texts that differ; ``problem`` itself on its rank.
+    """
+    votes = torch.zeros(transport.size, dtype=torch.int64, device=transport.header_device)
+    votes[transport.rank] = -1 if problem is not None else zlib.crc32(text.encode())
+    if transport.size > 1:
+        Ring().all_reduce(votes, transport)
+    if problem is not None:
+        raise problem
+    said = votes.tolist()
+    bad = [rank for rank, vote in enumerate(said) if vote == -1]
+    if bad:
+        raise MismatchError(f"{what} failed on rank {bad[0]}; its own error says why")
+    other = [rank for rank, vote in enumerate(said) if vote != said[0]]
+    if other:
+        raise MismatchError(
+            f"the ranks do not {what} the same: rank {other[0]} differs from rank 0 in the method, "
+            "its options, or the parameters' names, shapes or dtypes"
+        )
+
+
+class Exchange:
+    """The groups, their buffers, and the aggregator with its state.
+
+    Args:
+        tensors: by name, in the order of the exchange; only their shapes, layouts, dtypes and
+            devices count. fp64 ones are exchanged as they are, all others in fp32.
+        aggregator: of this exchange alone.
+        transport: the ranks.
+        group_bytes: of the buffer of a group, about; a larger tensor has a group of its own.
+
+    Attributes:
+        groups: cut from the tensors, one device and dtype each.
+        buffers: of the groups, flat; what is exchanged.
+        replicas_differ: ranks may end with different averages.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[tuple[str, torch.Tensor]],
+        aggregator: Aggregator,
+        transport: DistributedTransport,
+        group_bytes: int = GROUP_BYTES,
+    ) -> None:
+        self.aggregator, self.transport = aggregator, transport
+        self.replicas_differ = not aggregator.bit_identical and transport.size > 1
+        self._tensors = dict(tensors)
+        self._set_groups(_cut(list(tensors), group_bytes))
+
+    def _set_groups(self, cut: list[tuple[Group, _Kind]]) -> None:
+        self.groups = [group for group, _ in cut]
+        self.buffers = [
+            torch.zeros(group.numel, dtype=dtype, device=device) for group, (dtype, device) in cut
+        ]
+        self._places = {
+            name: (g, self.buffers[g][start:stop])
+            for g, group in enumerate(self.groups)
+            for name, (start, stop) in zip(group.names, group.bounds, strict=True)
+        }
+
+    def describe(self) -> str:
+        """Return what has to be the same on all ranks, as a text."""
+        kinds = [(buffer.dtype, buffer.device.type) for buffer in self.buffers]
+        return repr((self.aggregator, self.groups, kinds))
+
+    def place(self, name: str) -> tuple[int, torch.Tensor]:
+        """Return a tensor's group and its part of that group's buffer, in memory order."""
+        return self._places[name]
+
+    def average(self, g: int) -> bool:
+        """Average one group's buffer; say whether the result is finite here."""
+        buffer = self.buffers[g]
+        self.aggregator.aggregate(buffer, self.groups[g], self.transport)
+        # A finite sum has finite terms only; one that is not may have overflowed itself.
+        return bool(buffer.sum().isfinite() or buffer.isfinite().all())
+
+    def finish_step(self, finite: bool) -> bool:
+        """End a step after its last group; return whether all ranks found it finite.
+
+        If not, the aggregator's state stays as it was, and no rank has finite averages only.
+        """
+        if self.replicas_differ:
+            # Replicas that differ may lie on both sides of an overflow.
+            flag = torch.tensor([0 if finite else 1], device=self.transport.header_device)
+            Ring().all_reduce(flag, self.transport)
+            agreed = not flag.item()
+            if finite and not agreed:
+                self.buffers[-1].fill_(float("nan"))
+            finite = agreed
+        self.aggregator.finish_step(keep=finite)
+        return finite
+
+    def run(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Replace all tensors by their averages, in one step; say whether all are finite.
+
+        Args:
+            tensors: by name, as given at the start; dense, of the same shapes and layouts.
+        """
+        views = [g.views(buffer) for g, buffer in zip(self.groups, self.buffers, strict=True)]
+        finite = True
+        for g, group in enumerate(self.groups):
+            torch._foreach_copy_(views[g], [tensors[name] for name in group.names])
+            finite &= self.average(g)
+        finite = self.finish_step(finite)
+        for group, parts in zip(self.groups, views, strict=True):
+            torch._foreach_copy_([tensors[name] for name in group.names], parts)
+        return finite
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs: plain tensors and numbers, of this rank."""
+        return {
+            "version": _VERSION,
+            "method": repr(self.aggregator),
+            "ranks": self.transport.size,
+            "rank": self.transport.rank,
+            "groups": [list(group.names) for group in self.groups],
+            "aggregator": self.aggregator.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Restore what :meth:`state_dict` returned, on this rank; see :func:`agree`.
+
+        With another number of ranks residuals are dropped, with a warning: they add up only over
+        the ranks that made them.
+
+        Raises:
+            InputError: the state is missing, or of another rank, method or model.
+        """
+        if state is None:
+            raise InputError(
+                f"rank {self.transport.rank} has no state to load: its file is missing"
+            )
+        missing = {"version", "method", "ranks", "rank", "groups", "aggregator"} - set(state)
+        if missing or state["version"] != _VERSION:
+            raise InputError(
+                f"this is no state of a communicator: it lacks "
+                f"{sorted(missing) or f'version {_VERSION}'}"
+            )
+        if state["method"] != repr(self.aggregator):
+            raise InputError(
+                f"this state is of {state['method']}, and {self.aggregator!r} is attached: attach "
+                "the method that it was saved from"
+            )
+        names = [name for group in state["groups"] for name in group]
+        if sorted(names) != sorted(self._tensors):
+            odd = sorted(set(names) ^ set(self._tensors))
+            raise InputError(
+                f"this state belongs to another model: {', '.join(map(repr, odd[:3]))} "
+                f"{'is' if len(odd) == 1 else 'are'} not in both"
+            )
+        if state["ranks"] == self.transport.size and state["rank"] != self.transport.rank:
+            raise InputError(
+                f"this state is rank {state['rank']}'s, and this is rank {self.transport.rank}: "
+                "every rank loads its own"
+            )
+        tensors = [[(name, self._tensors[name]) for name in group] for group in state["groups"]]
+        self._set_groups([cut for some in tensors for cut in _cut(some, 1 << 62)])
+        self.aggregator.load_state_dict(state["aggregator"])
+        if state["ranks"] != self.transport.size and isinstance(self.aggregator, ErrorFeedback):
+            self.aggregator.drop_residuals()
+            warnings.warn(
+                f"saved with {state['ranks']} ranks and resumed with {self.transport.size}: the "
+                "residuals are dropped, since they add up only over the ranks that made them",
+                stacklevel=3,
+            )
+
+
+def _cut(
+    tensors: Sequence[tuple[str, torch.Tensor]], group_bytes: int
+) -> list[tuple[Group, _Kind]]:
+    """Cut the tensors into groups of one device and dtype, in order, of about ``group_bytes``."""
+    groups: list[tuple[Group, _Kind]] = []
+    current: list[tuple[str, torch.Tensor]] = []
+    kind: _Kind | None = None
+    size = 0
+    for name, tensor in tensors:
+        dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+        nbytes = tensor.numel() * dtype.itemsize
+        if kind is not None and (kind != (dtype, tensor.device) or size + nbytes > group_bytes):
+            groups.append((Group.of(current), kind))
+            current, size = [], 0
+        current.append((name, tensor))
+        kind, size = (dtype, tensor.device), size + nbytes
+    if kind is not None:
+        groups.append((Group.of(current), kind))
+    return groups
