@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from taciturn.accumulation import Accumulation
     from taciturn.aggregators import Aggregator, Cast, Mean, PowerSGD, TopK
     from taciturn.collectives import Backend, CodedRing, Collective, Direct, QuantizedRing, Ring
     from taciturn.error_feedback import ErrorFeedback
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from taciturn.transport import DistributedTransport, Transport, run_threads
 
 __all__ = [
+    "Accumulation",
     "Aggregator",
     "Backend",
     "Cast",
@@ -39,6 +41,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Accumulation": "accumulation",
     "Aggregator": "aggregators",
     "Cast": "aggregators",
     "ErrorFeedback": "error_feedback",

@@ -21,8 +21,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
-from weakref import WeakSet
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, get_args
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -42,7 +42,7 @@ from taciturn.transport import DistributedTransport
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
 
-__all__ = ["Communicator", "StepMetrics", "attach"]
+__all__ = ["Communicator", "StepMetrics", "as_aggregator", "attach", "attached"]
 
 Nonfinite = Literal["propagate", "skip"]
 
@@ -53,6 +53,7 @@ _SPREAD_BUDGET = 0.02
 """Spread of the parameters that replicas may reach, relative to the parameters' rms."""
 
 _attached: WeakSet[Aggregator] = WeakSet()
+_communicators: WeakKeyDictionary[torch.nn.Module, Communicator] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class StepMetrics:
     """What the last finished step cost this rank."""
 
     step: int
-    """Steps finished since attach or since the run that was resumed began."""
+    """Steps finished, those of the run that was resumed included."""
     sent_bytes: int
     received_bytes: int
     messages: int
@@ -134,7 +135,7 @@ def attach(
     transport = DistributedTransport(model.process_group, timeout_s)
     problem: Exception | None = None
     try:
-        aggregator = _aggregator(method)
+        aggregator = as_aggregator(method)
         _check(model, aggregator, nonfinite, optimizer, resync_every, group_bytes)
         exchange = Exchange(_backward_order(model), aggregator, transport, group_bytes)
         agreed = repr((exchange.describe(), nonfinite, resync_every))
@@ -144,7 +145,17 @@ def attach(
     return Communicator(model, exchange, nonfinite, optimizer, scaler, resync_every)
 
 
-def _aggregator(method: str | Aggregator | Collective) -> Aggregator:
+def attached(model: torch.nn.Module) -> Communicator | None:
+    """Return what :func:`attach` returned for this model; None if nothing is attached."""
+    return _communicators.get(model)
+
+
+def as_aggregator(method: str | Aggregator | Collective) -> Aggregator:
+    """Return the aggregator that a name, a collective or an aggregator stands for.
+
+    Raises:
+        InputError, MethodError: it stands for none.
+    """
     if isinstance(method, str):
         return aggregator_named(method)
     if isinstance(method, Collective):
@@ -221,7 +232,12 @@ def _backward_order(model: DistributedDataParallel) -> list[tuple[str, torch.nn.
 
 
 class Communicator:
-    """What :func:`attach` returns: the hook's state, its metrics, and what to save of it."""
+    """What :func:`attach` returns: the hook's state, its metrics, and what to save of it.
+
+    Attributes:
+        gradient_scale: what the loop multiplied this step's losses by, beside the scaler; residuals
+            are kept without it.
+    """
 
     def __init__(
         self,
@@ -234,6 +250,7 @@ class Communicator:
     ) -> None:
         self.model, self.nonfinite, self.scaler = model, nonfinite, scaler
         self.aggregator, self.transport = exchange.aggregator, exchange.transport
+        self.gradient_scale = 1.0
         self._exchange = exchange
         self._chosen_resync = resync_every is None and exchange.replicas_differ
         self.resync_every = (_FIRST_RESYNC if exchange.replicas_differ else 0) if (
@@ -257,6 +274,7 @@ class Communicator:
         self._idle = threading.Event()
         self._idle.set()
         _attached.add(self.aggregator)
+        _communicators[model] = self
         if self.transport.size > 1:
             threads = torch.get_num_threads()  # a new thread would take all cores
             self._thread = threading.Thread(
@@ -372,12 +390,11 @@ class Communicator:
                 else:
                     if not done:
                         start, counts = time.perf_counter(), self.transport.ledger.snapshot()
-                        if isinstance(self.aggregator, ErrorFeedback) and self.scaler is not None:
-                            self.aggregator.scale = float(self.scaler.get_scale())
+                        self._set_scale()
                     finite.append(self._aggregate(job, buckets))
                     done.add(job)
                     if len(done) == len(self._exchange.groups):
-                        self._finish_step(all(finite), start, counts)
+                        self._count_step(self._exchange.finish_step(all(finite)), start, counts)
                         finite.clear()
                 buckets = self._release(buckets, done)
                 if len(done) == len(self._exchange.groups):
@@ -394,8 +411,11 @@ class Communicator:
                 bucket.ready.wait(torch.cuda.current_stream(self._exchange.buffers[g].device))
         return self._exchange.average(g)
 
-    def _finish_step(self, finite: bool, start: float, counts: LedgerCounts) -> None:
-        finite = self._exchange.finish_step(finite)
+    def _set_scale(self) -> None:
+        scale = float(self.scaler.get_scale()) if self.scaler is not None else 1.0
+        self._exchange.set_scale(scale * self.gradient_scale)
+
+    def _count_step(self, finite: bool, start: float, counts: LedgerCounts) -> None:
         self._skip = not finite and self.nonfinite == "skip"
         self._skipped_steps += not finite
         self._steps += 1
@@ -451,17 +471,48 @@ class Communicator:
         """Return what the last finished step cost; None before the first one, or with one rank."""
         return self._metrics
 
+    @property
+    def steps(self) -> int:
+        """Return the steps finished, those of the run that was resumed included."""
+        return self._steps
+
+    def average_gradients(self) -> None:
+        """Average all gradients as they are, as a step without a backward pass. On every rank.
+
+        For loops that accumulate under ``no_sync`` and end with no backward that exchanges. Every
+        parameter needs a gradient, of its own layout.
+        """
+        if self.transport.size == 1:
+            return
+        self.wait()
+        start, counts = time.perf_counter(), self.transport.ledger.snapshot()
+        try:
+            gradients = {n: p.grad for n, p in self._parameters.items() if p.grad is not None}
+            if missing := set(self._parameters) - set(gradients):
+                raise InputError(f"{min(missing)!r} has no gradient: give it one of zeros")
+            self._set_scale()
+            self._count_step(self._exchange.run(gradients), start, counts)
+        except Exception as error:
+            self._jobs.put(("error", error))
+            raise
+
+    def fail(self, error: Exception) -> NoReturn:
+        """End this and all later steps with ``error``, here and on every rank that waits."""
+        if self.transport.size > 1:
+            self._jobs.put(("error", error))
+        raise error
+
     def consolidate(self) -> None:
         """Replace parameters and buffers by their exact average over ranks, on every rank.
 
         Call it on every rank, before evaluation and before a checkpoint, where replicas may differ.
         """
-        self._wait_until_idle()
+        self.wait()
         resync(self.model, self.transport)
         self._since_resync = 0
 
     def _resync(self) -> None:
-        self._wait_until_idle()
+        self.wait()
         if self._chosen_resync:
             self._spread = spread(self.model, self.transport)
             steps = max(self._since_resync, 1)
@@ -472,7 +523,12 @@ class Communicator:
             self.resync_every = min(max(chosen, _LEAST_RESYNC), _MOST_RESYNC)
         self.consolidate()
 
-    def _wait_until_idle(self) -> None:
+    def wait(self) -> None:
+        """Wait until the last step's exchange has ended.
+
+        Raises:
+            PeerError: it has not within the time-out; or what ended it.
+        """
         if not self._idle.wait(self.transport.timeout_s):
             raise PeerError(
                 "the last step's exchange has not ended: backward was left in its midst"
@@ -486,7 +542,7 @@ class Communicator:
         Plain tensors and numbers; every rank has its own and saves its own.
         """
         if self.transport.size > 1:
-            self._wait_until_idle()
+            self.wait()
         return {
             **self._exchange.state_dict(),
             "steps": self._steps,
@@ -526,7 +582,7 @@ class Communicator:
         """End the thread and its process group, after the last backward. Call it on every rank."""
         if self.transport.size > 1:
             if self._error is None:
-                self._wait_until_idle()
+                self.wait()
                 self._error = PeerError("this communicator is closed; its module cannot train on")
             self._jobs.put(("stop", None))
             self._thread.join()

@@ -108,6 +108,11 @@ class Exchange:
         """Return a tensor's group and its part of that group's buffer, in memory order."""
         return self._places[name]
 
+    def set_scale(self, scale: float) -> None:
+        """Say what the tensors of the coming step are multiplied by; residuals are kept without."""
+        if isinstance(self.aggregator, ErrorFeedback):
+            self.aggregator.scale = scale
+
     def average(self, g: int) -> bool:
         """Average one group's buffer; say whether the result is finite here."""
         buffer = self.buffers[g]
