@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import math
 import os
@@ -20,10 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 from ranks import Ranks
 from taciturn import ddp
 from taciturn.aggregators import Aggregator, Group, Mean, PowerSGD
-from taciturn.collectives import Ring
+from taciturn.collectives import CodedRing, Ring
 from taciturn.collectives.base import Cost
 from taciturn.error_feedback import ErrorFeedback
-from taciturn.errors import InputError, MismatchError, PeerError
+from taciturn.errors import InputError, MismatchError, PeerError, TaciturnError
 from taciturn.transport import Transport
 
 METHODS = [
@@ -315,7 +316,9 @@ def _alone() -> bool:
         train(model, sgd(model), range(3))
         results.append(flat(model))
         if comm is not None:
-            assert comm.metrics() is None
+            metrics = comm.metrics()
+            assert metrics is not None
+            assert (metrics.step, metrics.sent_bytes, metrics.residual_bytes) == (3, 0, 0)
             comm.state_dict()
             comm.consolidate()
             comm.close()
@@ -378,10 +381,33 @@ def _bad_state(kind: str) -> tuple[str, str]:
         state["rank"] = (state["rank"] + 1) % 4
     elif kind == "other file":
         state = {"weights": 1}
+    elif dist.get_rank() == 1:
+        residuals = state["aggregator"]["residuals"]
+        name = "0.0.weight"
+        if kind == "not finite":
+            residuals[name][3] = math.nan
+        elif kind == "cut":
+            residuals[name] = residuals[name][:-1]
+        elif kind == "lacking":
+            del residuals[name]
+        elif kind == "no tensor":
+            residuals[name] = 5
+        elif kind == "integers":
+            residuals[name] = residuals[name].long()
+        elif kind == "no factor":
+            del state["aggregator"]["inner"]["right"][name]
+        elif kind == "bad factor":
+            state["aggregator"]["inner"]["right"][name] = torch.ones(1, 7)
+        elif kind == "no steps":
+            del state["steps"]
+        elif kind == "odd steps":
+            state["since_resync"] = -1
     model, comm = build(other, net=net)
+    before = repr(comm.state_dict())
     try:
         comm.load_state_dict(state)
     except (InputError, MismatchError) as error:
+        assert repr(comm.state_dict()) == before  # on the ranks whose own was good, too
         return type(error).__name__, str(error)
     finally:
         comm.close()
@@ -396,6 +422,15 @@ def _bad_state(kind: str) -> tuple[str, str]:
         ("missing", "rank 2"),
         ("rank", "every rank loads its own"),
         ("other file", "no state of a communicator"),
+        ("not finite", "residual of '0.0.weight' in this state is not finite"),
+        ("cut", "600 real numbers are needed"),
+        ("lacking", "differ in '0.0.weight'"),
+        ("no tensor", "residual of '0.0.weight' in this state is 5"),
+        ("integers", "torch.int64"),
+        ("no factor", "right factors in this state"),
+        ("bad factor", "shape (1, 7)"),
+        ("no steps", "steps is 'missing'"),
+        ("odd steps", "since_resync is -1"),
     ],
 )
 def test_wrong_states_are_refused_on_every_rank(kind, text, pool: Ranks):
@@ -631,12 +666,41 @@ def _refused(kind: str) -> tuple[str, str]:
             made.append(ddp.attach(model, "ring", timeout_s=20))
             model.module[0][0].weight = nn.Parameter(torch.zeros(30, 20))
             model(torch.zeros(1, 20))
+        elif kind == "replaced module":
+            made.append(ddp.attach(model, "ring", timeout_s=20))
+            model.module[0][0] = nn.Linear(20, 30)
+            model(torch.zeros(1, 20))
+        elif kind == "thawed":
+            model.module[0][0].weight.requires_grad_(False)
+            model = DistributedDataParallel(model.module)
+            made.append(ddp.attach(model, "ring", timeout_s=20))
+            model.module[0][0].weight.requires_grad_(True)
+            model(torch.zeros(1, 20))
+        elif kind == "all frozen":
+            ddp.attach(model.requires_grad_(False), "ring", timeout_s=20)
+        elif kind == "other optimizer":
+            ddp.attach(model, "ring", nonfinite="skip", optimizer=sgd(network()), timeout_s=20)
+        elif kind == "no such optimizer":
+            ddp.attach(model, "ring", optimizer=3, timeout_s=20)  # type: ignore[arg-type]
+        elif kind == "scaler":
+            ddp.attach(model, "ring", scaler=3, timeout_s=20)
+        elif kind == "half a step":
+            ddp.attach(model, "ring", resync_every=1.5, timeout_s=20)  # type: ignore[arg-type]
+        elif kind == "group bytes":
+            ddp.attach(model, "ring", group_bytes=math.nan, timeout_s=20)  # type: ignore[arg-type]
+        elif kind in ("shared ring", "shared inside"):
+            ring = CodedRing(passes=2, shuffle=True) if kind == "shared ring" else PowerSGD()
+            wrap = Mean if kind == "shared ring" else ErrorFeedback
+            made.append(ddp.attach(model, wrap(ring), timeout_s=20))  # type: ignore[arg-type]
+            other = DistributedDataParallel(network())
+            ddp.attach(other, wrap(ring), timeout_s=20)  # type: ignore[arg-type]
         elif kind == "closed":
             comm = ddp.attach(model, "ring", timeout_s=20)
             comm.close()
+            comm.state_dict()
             model(torch.ones(1, 20)).sum().backward()
         return "none", ""
-    except (InputError, MismatchError, PeerError, ValueError, RuntimeError) as error:
+    except TaciturnError as error:
         return type(error).__name__, str(error)
     finally:
         for comm in made:
@@ -653,10 +717,20 @@ def _refused(kind: str) -> tuple[str, str]:
         ("no optimizer", "needs optimizer="),
         ("policy", "'propagate' or 'skip'"),
         ("method", "powersgd"),
-        ("methods differ", "differs from rank 0"),
-        ("one rank fails", "rank 1|resync_every=-1"),
-        ("replaced", "was replaced"),
-        ("closed", "closed"),
+        ("methods differ", "in the method: .*rank=1.* on rank 0, .*rank=2.* on rank 2"),
+        ("one rank fails", "resync_every=-1: give a number of steps"),
+        ("replaced", "'0.0.weight' was replaced"),
+        ("replaced module", "'0.0' was replaced"),
+        ("thawed", "'0.0.weight' was frozen"),
+        ("all frozen", "nothing to average"),
+        ("other optimizer", "none of this module's parameters"),
+        ("no such optimizer", "optimizer=3"),
+        ("scaler", "scaler=3"),
+        ("half a step", "resync_every=1.5"),
+        ("group bytes", "group_bytes=nan"),
+        ("shared ring", "a part of it, is attached"),
+        ("shared inside", "a part of it, is attached"),
+        ("closed", "wrap the module in a new DistributedDataParallel"),
     ],
 )
 def test_what_cannot_work_is_refused_on_every_rank(kind, text, pool: Ranks):
@@ -692,22 +766,99 @@ class _Failing(Aggregator):
         return "Failing()"
 
 
-def _failing() -> list[str]:
+def _failing() -> list[tuple[str, str]]:
     model, _ = build(_Failing(), group_bytes=1 << 30)
     said = []
     for step in range(4):
         try:
             train(model, sgd(model), range(step, step + 1))
         except Exception as error:
-            said.append(str(error))
+            said.append((type(error).__name__, str(error)))
     return said
 
 
 def test_an_exception_in_the_hook_ends_the_step_on_every_rank(new_ranks):
-    """Its text reaches all ranks, later steps fail too, and nothing hangs."""
-    for said in new_ranks(3).run(_failing, timeout_s=60):
+    """It is raised as it is, reaches all ranks, and later steps fail too; nothing hangs."""
+    for rank, said in enumerate(new_ranks(3).run(_failing, timeout_s=60)):
         assert len(said) == 2
-        assert all("flux capacitor" in text for text in said)
+        for kind, text in said:
+            assert "flux capacitor" in text
+            assert not text.startswith("Unable to cast")
+            assert kind == ("ValueError" if rank == 1 else "PeerError")
+
+
+def _copies() -> bool:
+    """Train beside an averaged copy; return whether copies are right and train by themselves."""
+    model, comm = build("powersgd:rank=1")
+    optimizer = sgd(model)
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    total = torch.zeros_like(flat(model))
+    for step in range(3):
+        train(model, optimizer, range(step, step + 1))
+        averaged.update_parameters(model)
+        total += flat(model)
+    right = torch.allclose(flat(averaged), total / 3)
+    twin = copy.deepcopy(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=False)
+    right &= torch.equal(flat(saved), flat(model))
+    steps = comm.steps
+    train(twin, sgd(twin), range(3))  # as stock DDP does
+    right &= comm.steps == steps
+    comm.close()
+    again = ddp.attach(twin, "ring", timeout_s=20)
+    train(twin, sgd(twin), range(3))
+    right &= again.steps == 3
+    again.close()
+    return right
+
+
+def test_models_can_be_copied_and_saved(pool: Ranks):
+    """A copy, an average of weights or a saved module has no hook, and can be given one."""
+    assert pool.run(_copies) == [True] * 4
+
+
+def _skips_alone() -> tuple[bool, int, int]:
+    groups = [dist.new_group([rank]) for rank in range(4)]
+    model = DistributedDataParallel(network(), process_group=groups[dist.get_rank()])
+    optimizer = sgd(model)
+    comm = ddp.attach(model, "powersgd:rank=1", nonfinite="skip", optimizer=optimizer)
+    train(model, optimizer, range(4), lambda step: math.nan if step == 2 else 1.0)
+    metrics = comm.metrics()
+    assert metrics is not None
+    comm.close()
+    return bool(flat(model).isfinite().all()), metrics.step, metrics.skipped_steps
+
+
+def test_a_world_of_one_skips_what_is_not_finite(pool: Ranks):
+    """nonfinite="skip" holds without other ranks as well."""
+    assert pool.run(_skips_alone) == [(True, 4, 1)] * 4
+
+
+def _replicas() -> tuple[bool, bool, str | None, float]:
+    model, comm = build("ring")
+    train(model, sgd(model), range(2))
+    before = comm.check_replicas().equal
+    if dist.get_rank() == 2:
+        with torch.no_grad():
+            model.module[1][0].bias.add_(1)
+    report = comm.check_replicas()
+    spread = comm.spread().overall
+    comm.consolidate()
+    equal = comm.check_replicas().equal
+    comm.close()
+    return before, equal, report.name, spread
+
+
+def test_replicas_are_checked_through_the_communicator(pool: Ranks):
+    """No transport is needed for it."""
+    for before, equal, name, spread in pool.run(_replicas):
+        assert before
+        assert equal
+        assert name == "1.0.bias"
+        assert spread > 0
 
 
 def _dies() -> tuple[float, str]:
@@ -732,8 +883,8 @@ def test_a_rank_that_dies_is_named_to_the_others(new_ranks):
         assert "rank 1" in text
 
 
-def _abandoned() -> str:
-    model, _ = build("ring", timeout_s=5)
+def _abandoned(how: str) -> str:
+    model, comm = build("ring", timeout_s=30)
     rank = dist.get_rank()
 
     class StopError(Exception):
@@ -749,7 +900,13 @@ def _abandoned() -> str:
         train(model, sgd(model), range(1))
     except StopError:
         try:
-            train(model, sgd(model), range(1))
+            if how == "forward":
+                train(model, sgd(model), range(1))
+            elif how == "save":
+                comm.state_dict()
+            else:
+                comm.close()
+                return "closed"
         except PeerError as error:
             return str(error)
     except Exception as error:
@@ -757,11 +914,12 @@ def _abandoned() -> str:
     return "nothing happened"
 
 
-def test_a_backward_that_is_left_in_its_midst(new_ranks):
-    """The next forward says so on that rank, and the others do not wait for ever."""
-    said = new_ranks(2).run(_abandoned, timeout_s=60)
-    assert "midst" in said[1]
-    assert "rank 1" in said[0] or "midst" in said[0]
+@pytest.mark.parametrize("how", ["forward", "save", "close"])
+def test_a_backward_that_is_left_in_its_midst(how, new_ranks):
+    """What that rank does next tells the others, long before the time-out."""
+    said = new_ranks(2).run(_abandoned, how, timeout_s=25)
+    assert said[1] == "closed" if how == "close" else "midst" in said[1]
+    assert "midst" in said[0]
 
 
 def _closed() -> str:

@@ -156,15 +156,15 @@ class Accumulation:
             transport.close()
             return
         problem: Exception | None = None
-        text = ""
+        items: dict[str, str] = {}
         try:
             parameters = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
             aggregator = ddp.as_aggregator("backend" if method is None else method)
             self._exchange = Exchange(parameters, aggregator, transport)
-            text = repr((self._exchange.describe(), self.microbatches))
+            items = {"microbatches": str(self.microbatches)} | self._exchange.describe()
         except Exception as error:
             problem = error
-        agree(transport, text, problem, "accumulate")
+        agree(transport, items, problem, "accumulation")
         self._transport = transport
 
     @property
@@ -218,14 +218,18 @@ class Accumulation:
             if state is None or {"unit", "exchange"} - set(state):
                 raise InputError("this is no state of an accumulation")
             if self._exchange is not None:
-                self._exchange.load_state_dict(state["exchange"])
-            self._unit = float(state["unit"])
+                self._exchange.check_state(state["exchange"])
+            unit = float(state["unit"])
         except Exception as error:
             problem = error
         if self._transport is not None:
-            agree(self._transport, "", problem, "load this state")
+            agree(self._transport, {}, problem, "loading the accumulation's state")
         elif problem is not None:
             raise problem
+        assert state is not None
+        if self._exchange is not None:
+            self._exchange.load_state_dict(state["exchange"])
+        self._unit = unit
 
     # -- for windows
 

@@ -17,16 +17,17 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, get_args
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.dlpack import from_dlpack
+from typing_extensions import override
 
 from taciturn.aggregators.base import Aggregator
 from taciturn.aggregators.mean import Mean
@@ -36,7 +37,15 @@ from taciturn.errors import InputError, MismatchError, PeerError
 from taciturn.exchange import GROUP_BYTES, Exchange, agree
 from taciturn.ledger import LedgerCounts
 from taciturn.methods import aggregator as aggregator_named
-from taciturn.replicas import Spread, ignored_by_ddp, resync, spread, suggest_resync_every
+from taciturn.replicas import (
+    ReplicaReport,
+    Spread,
+    check_replicas,
+    ignored_by_ddp,
+    resync,
+    spread,
+    suggest_resync_every,
+)
 from taciturn.transport import DistributedTransport
 
 if TYPE_CHECKING:
@@ -52,8 +61,8 @@ _FIRST_RESYNC, _LEAST_RESYNC, _MOST_RESYNC = 50, 10, 1000
 _SPREAD_BUDGET = 0.02
 """Spread of the parameters that replicas may reach, relative to the parameters' rms."""
 
-_attached: WeakSet[Aggregator] = WeakSet()
-_communicators: WeakKeyDictionary[torch.nn.Module, Communicator] = WeakKeyDictionary()
+_attached: WeakSet[Aggregator | Collective] = WeakSet()
+"""What holds state and is in use by some module."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +71,11 @@ class StepMetrics:
 
     step: int
     """Steps finished, those of the run that was resumed included."""
-    sent_bytes: int
-    received_bytes: int
-    messages: int
-    rounds: int
+    sent_bytes: int | None
+    """None, as the three below, where the backend's own all-reduce sends: it does not say."""
+    received_bytes: int | None
+    messages: int | None
+    rounds: int | None
     codec_s: float
     """Seconds in encoding, adding and decoding, in the communication thread or beside it."""
     waiting_s: float
@@ -73,6 +83,9 @@ class StepMetrics:
     exchange_s: float
     """Seconds from the first group's start to the last one's end."""
     residual_bytes: int
+    """Of error feedback, held between steps."""
+    state_bytes: int
+    """All that the method holds between steps: residuals, factors, spare memory of these."""
     residual_norm: float
     skipped_steps: int
     """Steps so far in which some gradient was not finite."""
@@ -129,25 +142,28 @@ def attach(
     """
     if not isinstance(model, DistributedDataParallel):
         raise InputError(
-            f"attach needs a DistributedDataParallel module, got {type(model).__name__}: "
-            "wrap it first"
+            f"attach needs a DistributedDataParallel module, got {type(model).__name__}: wrap it "
+            "first, and attach before torch.compile"
         )
     transport = DistributedTransport(model.process_group, timeout_s)
     problem: Exception | None = None
     try:
         aggregator = as_aggregator(method)
-        _check(model, aggregator, nonfinite, optimizer, resync_every, group_bytes)
+        _check_options(nonfinite, optimizer, scaler, resync_every, group_bytes)
+        _check_model(model, aggregator, optimizer)
         exchange = Exchange(_backward_order(model), aggregator, transport, group_bytes)
-        agreed = repr((exchange.describe(), nonfinite, resync_every))
+        options = {"nonfinite": repr(nonfinite), "resync_every": repr(resync_every)}
+        agreed = exchange.describe() | options
     except Exception as error:
-        problem, agreed = error, ""
+        problem, agreed = error, {}
     agree(transport, agreed, problem, "attach")
     return Communicator(model, exchange, nonfinite, optimizer, scaler, resync_every)
 
 
 def attached(model: torch.nn.Module) -> Communicator | None:
     """Return what :func:`attach` returned for this model; None if nothing is attached."""
-    return _communicators.get(model)
+    hooks = model._comm_hooks if isinstance(model, DistributedDataParallel) else []
+    return next((s.communicator for _, s in hooks if isinstance(s, _Link)), None)
 
 
 def as_aggregator(method: str | Aggregator | Collective) -> Aggregator:
@@ -165,29 +181,51 @@ def as_aggregator(method: str | Aggregator | Collective) -> Aggregator:
     raise InputError(f"method={method!r}: give a name, an aggregator or a collective")
 
 
-def _check(
-    model: DistributedDataParallel,
-    aggregator: Aggregator,
-    nonfinite: str,
-    optimizer: torch.optim.Optimizer | None,
-    resync_every: int | None,
-    group_bytes: int,
+def _check_options(
+    nonfinite: str, optimizer: Any, scaler: Any, resync_every: Any, group_bytes: Any
 ) -> None:
     if nonfinite not in get_args(Nonfinite):
         raise InputError(f"nonfinite={nonfinite!r}: choose 'propagate' or 'skip'")
     if nonfinite == "skip" and optimizer is None:
         raise InputError("nonfinite='skip' needs optimizer=, whose steps are to be skipped")
-    if resync_every is not None and resync_every < 0:
-        raise InputError(f"resync_every={resync_every}: give a number of steps, 0 for never")
-    if group_bytes < 1:
-        raise InputError(f"group_bytes={group_bytes}: must be positive")
-    if model._comm_hooks:
-        raise InputError("this module has a communication hook already: DDP takes one, once")
-    if aggregator in _attached:
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(f"optimizer={optimizer!r}: give the loop's torch.optim.Optimizer")
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise InputError(f"scaler={scaler!r}: give the loop's torch.amp.GradScaler")
+    if resync_every is not None and not _is_count(resync_every, 0):
+        raise InputError(f"resync_every={resync_every!r}: give a number of steps, 0 for never")
+    if not _is_count(group_bytes, 1):
+        raise InputError(f"group_bytes={group_bytes!r}: give a positive number of bytes")
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _check_model(
+    model: DistributedDataParallel,
+    aggregator: Aggregator,
+    optimizer: torch.optim.Optimizer | None,
+) -> None:
+    if any(not isinstance(state, _Link) or state.communicator for _, state in model._comm_hooks):
         raise InputError(
-            "this aggregator is attached to another module: its state belongs to that one's "
-            "parameters; make one for each"
+            "this module has a communication hook already, and DDP takes one, once: wrap the "
+            "module in a new DistributedDataParallel"
         )
+    if any(part in _attached for part in _parts(aggregator)):
+        raise InputError(
+            "this aggregator, or a part of it, is attached to another module: its state belongs "
+            "to that one's parameters; make one for each"
+        )
+    trained = _trained(model)
+    if not trained:
+        raise InputError("no parameter of this module requires a gradient: nothing to average")
+    if optimizer is not None:
+        steps = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if not any(id(parameter) in steps for parameter in trained.values()):
+            raise InputError(
+                "optimizer= holds none of this module's parameters: give the one that steps them"
+            )
     for name, module in model.module.named_modules():
         if getattr(module, "sparse", False) and any(
             p.requires_grad for p in module.parameters(recurse=False)
@@ -196,12 +234,21 @@ def _check(
                 f"module {name or 'itself'!r} has sparse gradients, which no method here "
                 "exchanges: build it with sparse=False"
             )
-    for name, parameter in _trained(model).items():
+    for name, parameter in trained.items():
         if not parameter.dtype.is_floating_point:
             raise InputError(
                 f"parameter {name!r} is {parameter.dtype}: only real floating-point gradients are "
                 "exchanged; view complex parameters as real ones"
             )
+
+
+def _parts(whole: Aggregator | Collective) -> Iterator[Aggregator | Collective]:
+    """Yield what holds state of its own: aggregators, and collectives that count their calls."""
+    if isinstance(whole, Aggregator) or whole.state_dict():
+        yield whole
+    for value in vars(whole).values():
+        if isinstance(value, Aggregator | Collective):
+            yield from _parts(value)
 
 
 def _trained(model: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
@@ -251,6 +298,12 @@ class Communicator:
         self.model, self.nonfinite, self.scaler = model, nonfinite, scaler
         self.aggregator, self.transport = exchange.aggregator, exchange.transport
         self.gradient_scale = 1.0
+        self._closed = False
+        self._counted = all(
+            self.aggregator.cost(group, buffer.dtype, self.transport.size) is not None
+            for group, buffer in zip(exchange.groups, exchange.buffers, strict=True)
+        )
+        self._finite_alone = True
         self._exchange = exchange
         self._chosen_resync = resync_every is None and exchange.replicas_differ
         self.resync_every = (_FIRST_RESYNC if exchange.replicas_differ else 0) if (
@@ -263,26 +316,30 @@ class Communicator:
         self._error: Exception | None = None
         self._parameters = _trained(model)
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
-        self._homes = [
-            (module, attribute, name, self._parameters[name])
-            for prefix, module in model.module.named_modules()
-            for attribute in module._parameters
-            if (name := f"{prefix}.{attribute}" if prefix else attribute) in self._parameters
+        # Where each parameter, and each module with one, has to be found again.
+        self._homes: list[tuple[torch.nn.Module, str, str, Any]] = []
+        for prefix, module in model.module.named_modules():
+            inner = [(n, m) for n, m in module._modules.items() if m is not None]
+            for attribute, part in [*module._parameters.items(), *inner]:
+                name = f"{prefix}.{attribute}" if prefix else attribute
+                if name in self._parameters or isinstance(part, torch.nn.Module):
+                    self._homes.append((module, attribute, name, part))
+        self._frozen = [
+            (name, p) for name, p in model.module.named_parameters() if not p.requires_grad
         ]
         self._reset()
         self._jobs: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
-        _attached.add(self.aggregator)
-        _communicators[model] = self
+        _attached.update(_parts(self.aggregator))
         if self.transport.size > 1:
             threads = torch.get_num_threads()  # a new thread would take all cores
             self._thread = threading.Thread(
                 target=self._run, args=(threads,), name="taciturn-ddp", daemon=True
             )
             self._thread.start()
-        model.register_comm_hook(None, self._hook())
-        model.register_forward_pre_hook(self._before_forward)
+        model.register_comm_hook(_Link(self), _on_bucket)
+        model.register_forward_pre_hook(_on_forward)
         if nonfinite == "skip":
             assert optimizer is not None
             _wrap_step(optimizer, self._takes_skip)
@@ -293,25 +350,32 @@ class Communicator:
 
     # -- in DDP's threads
 
-    def _hook(self) -> Callable[[object, GradBucket], torch.futures.Future[torch.Tensor]]:
-        def hook(_state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-            buffer = bucket.buffer()
-            devices: Any = [buffer.device] if buffer.is_cuda else None
-            future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
-            if self.transport.size == 1:
-                future.set_result(buffer)
-                return future
-            if self._error is not None:
-                raise self._error
-            try:
-                self._announce(bucket, buffer, future)
-            except Exception as error:
-                self._jobs.put(("error", error))
-                raise
+    def _take(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Return what DDP waits for until it takes a bucket's averages."""
+        buffer = bucket.buffer()
+        devices: Any = [buffer.device] if buffer.is_cuda else None
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+        if self.transport.size == 1:
+            self._take_alone(bucket, buffer)
+            future.set_result(buffer)
             return future
+        if self._error is not None:
+            raise self._error
+        try:
+            self._announce(bucket, buffer, future)
+        except Exception as error:
+            self._jobs.put(("error", error))
+            raise
+        return future
 
-        hook.__annotations__ = {}  # DDP compares them with types, and here they are strings
-        return hook
+    def _take_alone(self, bucket: GradBucket, buffer: torch.Tensor) -> None:
+        """Of a world of one only the policy for what is not finite, and the count, remain."""
+        if bucket.index() == 0:
+            self._finite_alone = True
+        self._finite_alone &= bool(buffer.sum().isfinite() or buffer.isfinite().all())
+        if bucket.is_last():
+            now = time.perf_counter()
+            self._count_step(self._finite_alone, now, self.transport.ledger.snapshot())
 
     def _announce(
         self,
@@ -320,6 +384,8 @@ class Communicator:
         future: torch.futures.Future[torch.Tensor],
     ) -> None:
         """Copy a bucket's gradients into the groups' buffers and queue what became complete."""
+        if not self._in_midst():
+            _after_backward(self._raise_error)
         self._idle.clear()
         targets, sources, groups = [], [], set()
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
@@ -347,24 +413,47 @@ class Communicator:
         if self._next == len(self._exchange.groups):
             self._reset()
 
-    def _before_forward(self, module: torch.nn.Module, _arguments: Any) -> None:
+    def _before_forward(self) -> None:
         """Check that the model is still the one attached to, and re-synchronise when due."""
-        for owner, attribute, name, parameter in self._homes:
-            if owner._parameters.get(attribute) is not parameter:
-                raise InputError(
-                    f"parameter {name!r} was replaced after attach: DDP and this hook still "
-                    "average the old one; change parameters in place, or wrap and attach again"
-                )
-        if self._left != [len(group.names) for group in self._exchange.groups]:
-            error = PeerError(
-                "the last backward pass was left in its midst, with some gradients exchanged and "
-                "some not; the other ranks still wait for it"
-            )
-            self._jobs.put(("error", error))
-            raise error
+        self._check_unchanged()
+        self._check_whole()
         due = self.resync_every and self._since_resync >= self.resync_every
-        if due and module.training and torch.is_grad_enabled():
+        if due and self.model.training and torch.is_grad_enabled():
             self._resync()
+
+    def _check_unchanged(self) -> None:
+        for owner, attribute, name, part in self._homes:
+            inner = isinstance(part, torch.nn.Module)
+            registry: Mapping[str, Any] = owner._modules if inner else owner._parameters
+            if registry.get(attribute) is not part:
+                raise InputError(
+                    f"{name!r} was replaced after attach: DDP and this hook still average the old "
+                    "one; change parameters in place, or wrap and attach again"
+                )
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise InputError(
+                    f"{name!r} was frozen when the module was wrapped and is trained now: DDP does "
+                    "not average it; wrap and attach again"
+                )
+
+    def _in_midst(self) -> bool:
+        """Return whether some gradients of a backward pass are here and others not."""
+        return self._left != [len(group.names) for group in self._exchange.groups]
+
+    def _check_whole(self) -> None:
+        """Between steps: refuse to go on from a backward pass that was left in its midst."""
+        if self._in_midst() and self._error is None:
+            self.fail(
+                PeerError(
+                    "the last backward pass was left in its midst, with some gradients exchanged "
+                    "and some not; the other ranks still wait for it"
+                )
+            )
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
 
     def _takes_skip(self) -> bool:
         skip, self._skip = self._skip, False
@@ -401,7 +490,7 @@ class Communicator:
                     done.clear()
                     self._idle.set()
             except Exception as error:
-                self._fail(error, buckets)
+                self._fail(error, buckets, own=kind == "error")
                 return
 
     def _aggregate(self, g: int, buckets: list[_Bucket]) -> bool:
@@ -424,14 +513,15 @@ class Communicator:
         feedback = self.aggregator if isinstance(self.aggregator, ErrorFeedback) else None
         self._metrics = StepMetrics(
             step=self._steps,
-            sent_bytes=spent.sent_bytes,
-            received_bytes=spent.received_bytes,
-            messages=spent.messages,
-            rounds=spent.rounds,
+            sent_bytes=spent.sent_bytes if self._counted else None,
+            received_bytes=spent.received_bytes if self._counted else None,
+            messages=spent.messages if self._counted else None,
+            rounds=spent.rounds if self._counted else None,
             codec_s=spent.codec_s,
             waiting_s=spent.waiting_s,
             exchange_s=time.perf_counter() - start,
             residual_bytes=feedback.residual_bytes if feedback else 0,
+            state_bytes=self.aggregator.memory_bytes(),
             residual_norm=feedback.residual_norm if feedback else 0.0,
             skipped_steps=self._skipped_steps,
             resync_every=self.resync_every,
@@ -450,16 +540,21 @@ class Communicator:
             bucket.future.set_result(bucket.result)
         return rest
 
-    def _fail(self, error: Exception, buckets: list[_Bucket]) -> None:
-        """End this step and all later ones with ``error``, here and on the other ranks."""
-        if not isinstance(error, PeerError | MismatchError):
+    def _fail(self, error: Exception, buckets: list[_Bucket], own: bool) -> None:
+        """End this step and all later ones with ``error``, here and on the other ranks.
+
+        ``own``: it came up outside the exchange, so that the others do not know of it yet.
+        """
+        if own or not isinstance(error, PeerError | MismatchError):
             with suppress(Exception):
                 self.transport.fail(error)
         self._error = error
         self._idle.set()
         while True:
             for bucket in buckets:
-                bucket.future.set_exception(error)  # type: ignore[arg-type]
+                # An exception set here would reach the loop as a failed cast to a tensor;
+                # _raise_error, at the end of backward, raises it as it is.
+                bucket.future.set_result(bucket.result.fill_(float("nan")))
             kind, job = self._jobs.get()
             if kind == "stop":
                 return
@@ -468,13 +563,29 @@ class Communicator:
     # -- for the loop
 
     def metrics(self) -> StepMetrics | None:
-        """Return what the last finished step cost; None before the first one, or with one rank."""
+        """Return what the last finished step cost; None before the first one."""
         return self._metrics
 
     @property
     def steps(self) -> int:
         """Return the steps finished, those of the run that was resumed included."""
         return self._steps
+
+    def check_replicas(self) -> ReplicaReport:
+        """Compare parameters and buffers over the ranks: :func:`taciturn.replicas.check_replicas`.
+
+        Call it on every rank, between steps.
+        """
+        self.wait()
+        return check_replicas(self.model, self.transport)
+
+    def spread(self) -> Spread:
+        """Measure how far the replicas are apart: :func:`taciturn.replicas.spread`.
+
+        Call it on every rank, between steps.
+        """
+        self.wait()
+        return spread(self.model, self.transport)
 
     def average_gradients(self) -> None:
         """Average all gradients as they are, as a step without a backward pass. On every rank.
@@ -524,16 +635,15 @@ class Communicator:
         self.consolidate()
 
     def wait(self) -> None:
-        """Wait until the last step's exchange has ended.
+        """Wait until the last step's exchange has ended. Between steps, not inside backward.
 
         Raises:
             PeerError: it has not within the time-out; or what ended it.
         """
+        self._check_whole()
         if not self._idle.wait(self.transport.timeout_s):
-            raise PeerError(
-                "the last step's exchange has not ended: backward was left in its midst"
-            )
-        if self._error is not None:
+            raise PeerError(f"the last step has not ended within {self.transport.timeout_s:g} s")
+        if self._error is not None and not self._closed:
             raise self._error
 
     def state_dict(self) -> dict[str, Any]:
@@ -566,27 +676,74 @@ class Communicator:
         """
         problem: Exception | None = None
         try:
-            missing = {"steps", "skipped_steps", "since_resync", "resync_every"} - set(state or ())
-            if state is not None and missing:
-                raise InputError(f"this is no state of a communicator: it lacks {sorted(missing)}")
-            self._exchange.load_state_dict(state)
+            self._check_state(state)
         except Exception as error:
             problem = error
-        agree(self.transport, "", problem, "load this state")
+        agree(self.transport, {}, problem, "loading the communicator's state")
         assert state is not None
+        self._exchange.load_state_dict(state)
         self._steps, self._skipped_steps = state["steps"], state["skipped_steps"]
         self._since_resync, self.resync_every = state["since_resync"], state["resync_every"]
         self._reset()
 
+    def _check_state(self, state: dict[str, Any] | None) -> None:
+        self._exchange.check_state(state)
+        assert state is not None
+        for key in ("steps", "skipped_steps", "since_resync", "resync_every"):
+            if not _is_count(state.get(key), 0):
+                raise InputError(
+                    f"{key} is {state.get(key, 'missing')!r} in this state of a communicator: a "
+                    "number of steps is needed"
+                )
+
     def close(self) -> None:
-        """End the thread and its process group, after the last backward. Call it on every rank."""
-        if self.transport.size > 1:
-            if self._error is None:
+        """End the thread and its process group, after the last backward. Call it on every rank.
+
+        Its state can still be saved; the module cannot train on, but can be wrapped again.
+        """
+        if self.transport.size > 1 and not self._closed:
+            with suppress(PeerError, MismatchError):
                 self.wait()
-                self._error = PeerError("this communicator is closed; its module cannot train on")
+            self._closed = True
+            self._error = self._error or PeerError(
+                "this communicator is closed: wrap the module in a new DistributedDataParallel to "
+                "train on"
+            )
             self._jobs.put(("stop", None))
             self._thread.join()
         self.transport.close()
+
+
+class _Link:
+    """What DDP holds of a communicator; a copy of a model, or a saved one, has none."""
+
+    def __init__(self, communicator: Communicator | None = None) -> None:
+        self.communicator = communicator
+
+    @override
+    def __reduce__(self) -> tuple[type[_Link], tuple[()]]:
+        return _Link, ()
+
+
+def _on_bucket(state: _Link, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    assert state.communicator is not None
+    return state.communicator._take(bucket)
+
+
+_on_bucket.__annotations__ = {}  # DDP compares them with types, and here they are strings
+
+
+def _on_forward(module: torch.nn.Module, _arguments: Any) -> None:
+    communicator = attached(module)
+    if communicator is not None:
+        communicator._before_forward()
+
+
+def _after_backward(function: Callable[[], None]) -> None:
+    """Have ``function`` called at the end of this backward pass, after DDP's own end of it."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    # DDP queues its own when the last bucket is ready: after this one, but before what this queues.
+    engine.queue_callback(lambda: engine.queue_callback(function))
 
 
 def _joined(places: Sequence[torch.Tensor]) -> torch.Tensor | None:

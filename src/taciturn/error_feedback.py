@@ -9,6 +9,7 @@ rank* brought and the average does not hold, as the aggregator accounts for it.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -173,12 +174,45 @@ class ErrorFeedback(Aggregator):
         }
 
     @override
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if set(state) != {"residuals", "inner"}:
+    def check_state(self, state: dict[str, Any], groups: Sequence[Group]) -> None:
+        """As the contract says. No residual at all means zero ones; all or none are needed."""
+        self._check_keys(state)
+        residuals = state["residuals"]
+        lengths = {
+            name: stop - start
+            for group in groups
+            for name, (start, stop) in zip(group.names, group.bounds, strict=True)
+        }
+        if residuals and (odd := sorted(set(residuals) ^ set(lengths))):
+            raise InputError(
+                f"the residuals in this state and the parameters here differ in "
+                f"{', '.join(map(repr, odd[:3]))}: it belongs to another model, or is damaged"
+            )
+        for name, kept in residuals.items():
+            usable = isinstance(kept, torch.Tensor) and kept.is_floating_point()
+            if not usable or kept.shape != (lengths[name],):
+                tensor = isinstance(kept, torch.Tensor)
+                got = f"of {kept.dtype} and shape {tuple(kept.shape)}" if tensor else repr(kept)
+                raise InputError(
+                    f"the residual of {name!r} in this state is {got}: {lengths[name]} real "
+                    "numbers are needed"
+                )
+            if not kept.isfinite().all():
+                raise InputError(
+                    f"the residual of {name!r} in this state is not finite: take an older one"
+                )
+        self.inner.check_state(state["inner"], groups)
+
+    def _check_keys(self, state: dict[str, Any]) -> None:
+        if set(state) != {"residuals", "inner"} or not isinstance(state["residuals"], dict):
             raise InputError(
                 f"error feedback was given a state with {sorted(state)}, and needs "
                 "'residuals' and 'inner': this checkpoint belongs to another method"
             )
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._check_keys(state)
         self.inner.load_state_dict(state["inner"])
         self._residuals = {
             name: kept.clone().to(self.device) if self.device is not None else kept.clone()

@@ -7,6 +7,7 @@ run is bit-equal only with the groups that it was saved with.
 
 from __future__ import annotations
 
+import json
 import warnings
 import zlib
 from collections.abc import Mapping, Sequence
@@ -30,34 +31,65 @@ _VERSION = 1
 _Kind = tuple[torch.dtype, torch.device]
 
 
-def agree(transport: DistributedTransport, text: str, problem: Exception | None, what: str) -> None:
-    """Raise on every rank if one has a problem, or if the ranks' texts differ.
+def agree(
+    transport: DistributedTransport,
+    items: Mapping[str, str],
+    problem: Exception | None,
+    what: str,
+) -> None:
+    """Raise on every rank if one has a problem, or if the ranks' items differ.
 
     Args:
         transport: the ranks; all of them call this at the same point.
-        text: what must be the same everywhere.
+        items: what must be the same everywhere, by name; the same names on all ranks that have no
+            problem.
         problem: what went wrong on this rank, if anything.
-        what: is being done, as a verb.
+        what: is being done, as "attaching".
 
     Raises:
-        MismatchError: another rank's problem, or texts that differ; ``problem`` itself on its rank.
+        MismatchError: with another rank's problem, or with what differs and where; ``problem``
+            itself on its rank.
     """
+    if transport.size == 1:
+        if problem is not None:
+            raise problem
+        return
     votes = torch.zeros(transport.size, dtype=torch.int64, device=transport.header_device)
-    votes[transport.rank] = -1 if problem is not None else zlib.crc32(text.encode())
-    if transport.size > 1:
-        Ring().all_reduce(votes, transport)
-    if problem is not None:
-        raise problem
+    votes[transport.rank] = -1 if problem is not None else zlib.crc32(repr(items).encode())
+    Ring().all_reduce(votes, transport)
     said = votes.tolist()
     bad = [rank for rank, vote in enumerate(said) if vote == -1]
     if bad:
-        raise MismatchError(f"{what} failed on rank {bad[0]}; its own error says why")
-    other = [rank for rank, vote in enumerate(said) if vote != said[0]]
-    if other:
-        raise MismatchError(
-            f"the ranks do not {what} the same: rank {other[0]} differs from rank 0 in the method, "
-            "its options, or the parameters' names, shapes or dtypes"
-        )
+        text = _told(transport, bad[0], str(problem))
+        if problem is not None:
+            raise problem
+        raise MismatchError(f"{what} failed on rank {bad[0]}: {text}")
+    others = [rank for rank, vote in enumerate(said) if vote != said[0]]
+    if not others:
+        return
+    theirs = json.loads(_told(transport, others[0], json.dumps(items)))
+    ours = json.loads(_told(transport, 0, json.dumps(items)))
+    name = next(n for n in ours if ours[n] != theirs.get(n))
+    raise MismatchError(
+        f"{what} differs between the ranks in {name}: {_short(ours[name])} on rank 0, "
+        f"{_short(theirs.get(name, 'nothing'))} on rank {others[0]}"
+    )
+
+
+def _told(transport: DistributedTransport, rank: int, text: str) -> str:
+    """Return ``rank``'s text on every rank."""
+    mine = list(text.encode()) if transport.rank == rank else []
+    size = torch.tensor([len(mine)], device=transport.header_device)
+    Ring().all_reduce(size, transport)
+    letters = torch.zeros(int(size.item()), dtype=torch.int32, device=transport.header_device)
+    if mine:
+        letters.copy_(torch.tensor(mine, dtype=torch.int32))
+    Ring().all_reduce(letters, transport)
+    return bytes(letters.tolist()).decode()
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 class Exchange:
@@ -99,10 +131,20 @@ class Exchange:
             for name, (start, stop) in zip(group.names, group.bounds, strict=True)
         }
 
-    def describe(self) -> str:
-        """Return what has to be the same on all ranks, as a text."""
-        kinds = [(buffer.dtype, buffer.device.type) for buffer in self.buffers]
-        return repr((self.aggregator, self.groups, kinds))
+    def describe(self) -> dict[str, str]:
+        """Return what has to be the same on all ranks, for :func:`agree`."""
+        groups = zip(self.groups, self.buffers, strict=True)
+        tensors = [
+            (name, shape, strides, str(buffer.dtype), buffer.device.type)
+            for group, buffer in groups
+            for name, shape, strides in zip(group.names, group.shapes, group.strides, strict=True)
+        ]
+        return {
+            "the method": repr(self.aggregator),
+            "the number of parameters": str(len(tensors)),
+            **{f"parameter {number}": repr(tensor) for number, tensor in enumerate(tensors)},
+            "the sizes of the groups": repr([group.numel for group in self.groups]),
+        }
 
     def place(self, name: str) -> tuple[int, torch.Tensor]:
         """Return a tensor's group and its part of that group's buffer, in memory order."""
@@ -163,14 +205,11 @@ class Exchange:
             "aggregator": self.aggregator.state_dict(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Restore what :meth:`state_dict` returned, on this rank; see :func:`agree`.
-
-        With another number of ranks residuals are dropped, with a warning: they add up only over
-        the ranks that made them.
+    def check_state(self, state: Mapping[str, Any] | None) -> None:
+        """Refuse a state that cannot be gone on from; change nothing.
 
         Raises:
-            InputError: the state is missing, or of another rank, method or model.
+            InputError: the state is missing, damaged, or of another rank, method or model.
         """
         if state is None:
             raise InputError(
@@ -179,8 +218,8 @@ class Exchange:
         missing = {"version", "method", "ranks", "rank", "groups", "aggregator"} - set(state)
         if missing or state["version"] != _VERSION:
             raise InputError(
-                f"this is no state of a communicator: it lacks "
-                f"{sorted(missing) or f'version {_VERSION}'}"
+                "this is no state of a communicator or an exchange: it lacks "
+                f"{', '.join(sorted(missing)) or f'version {_VERSION}'}"
             )
         if state["method"] != repr(self.aggregator):
             raise InputError(
@@ -199,8 +238,20 @@ class Exchange:
                 f"this state is rank {state['rank']}'s, and this is rank {self.transport.rank}: "
                 "every rank loads its own"
             )
+        groups = [group for group, _ in self._cut_as(state)]
+        self.aggregator.check_state(state["aggregator"], groups)
+
+    def _cut_as(self, state: Mapping[str, Any]) -> list[tuple[Group, _Kind]]:
         tensors = [[(name, self._tensors[name]) for name in group] for group in state["groups"]]
-        self._set_groups([cut for some in tensors for cut in _cut(some, 1 << 62)])
+        return [cut for some in tensors for cut in _cut(some, 1 << 62)]
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore on this rank what :meth:`state_dict` returned and :meth:`check_state` accepts.
+
+        With another number of ranks residuals are dropped, with a warning: they add up only over
+        the ranks that made them.
+        """
+        self._set_groups(self._cut_as(state))
         self.aggregator.load_state_dict(state["aggregator"])
         if state["ranks"] != self.transport.size and isinstance(self.aggregator, ErrorFeedback):
             self.aggregator.drop_residuals()

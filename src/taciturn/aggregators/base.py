@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -139,6 +140,18 @@ class Aggregator(ABC):
         Keyed by parameter name where it belongs to one.
         """
         return {}
+
+    def check_state(
+        self,
+        state: dict[str, Any],
+        groups: Sequence[Group],  # noqa: ARG002 - for those whose state belongs to parameters
+    ) -> None:
+        """Refuse a state that cannot be gone on from with these groups; change nothing.
+
+        Raises:
+            InputError: it belongs to another aggregator or other parameters, or is damaged.
+        """
+        copy(self).load_state_dict(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned.

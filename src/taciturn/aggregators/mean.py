@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +53,10 @@ class Mean(Aggregator):
     @override
     def state_dict(self) -> dict[str, Any]:
         return self.over.state_dict()
+
+    @override
+    def check_state(self, state: dict[str, Any], groups: Sequence[Group]) -> None:
+        copy(self.over).load_state_dict(state)
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:

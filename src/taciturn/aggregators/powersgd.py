@@ -41,6 +41,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -241,10 +243,7 @@ class PowerSGD(Aggregator):
             generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
             return torch.randn(shape, generator=generator)
         if held.shape != shape:
-            raise InputError(
-                f"the {side} factor of {name!r} in this state has shape {tuple(held.shape)}, and "
-                f"{shape} is needed: it was saved with another model, rank or min_saving"
-            )
+            raise InputError(_wrong_shape(side, name, held, shape))
         return held
 
     def _learn(self, plan: _Plan, side: Side, factors: torch.Tensor, old: torch.Tensor) -> None:
@@ -303,6 +302,24 @@ class PowerSGD(Aggregator):
             for side in ("left", "right")
         )
         return {"step": self._step, "left": left, "right": right, "over": self._over.state_dict()}
+
+    @override
+    def check_state(self, state: dict[str, Any], groups: Sequence[Group]) -> None:
+        _check_state(state, self)
+        batches = [batch for group in groups for batch in self._plan(group).batches]
+        for side in _OTHER:
+            held: dict[str, torch.Tensor] = state[side]
+            wanted = {name: (b.rank, b.lengths[side]) for b in batches for name in b.names}
+            if held and (odd := sorted(set(held) ^ set(wanted))):
+                raise InputError(
+                    f"the {side} factors in this state and the matrices that are compressed here "
+                    f"differ in {', '.join(map(repr, odd[:3]))}: it was saved with another model, "
+                    "rank or min_saving, or is damaged"
+                )
+            for name, factor in held.items():
+                if tuple(factor.shape) != wanted[name]:
+                    raise InputError(_wrong_shape(side, name, factor, wanted[name]))
+        copy(self._over).load_state_dict(state["over"])
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -612,6 +629,13 @@ def _check(gradients: torch.Tensor, group: Group, residual: torch.Tensor | None)
             raise InputError(
                 f"{what} of {tensor.dtype}: fp32 or fp64, the same for both, is needed"
             )
+
+
+def _wrong_shape(side: Side, name: str, factor: torch.Tensor, shape: tuple[int, int]) -> str:
+    return (
+        f"the {side} factor of {name!r} in this state has shape {tuple(factor.shape)}, and {shape} "
+        "is needed: it was saved with another model, rank or min_saving"
+    )
 
 
 def _check_state(state: dict[str, Any], settings: PowerSGD) -> None:
