@@ -570,7 +570,7 @@ def _refused(kind: str) -> tuple[str, str]:
         ("static", "static_graph"),
         ("frozen", "no parameter of this module requires a gradient"),
         ("twice", "attached to this model already"),
-        ("differ", "do not accumulate the same"),
+        ("differ", "in microbatches: 2 on rank 0, 3 on rank 1"),
         ("method", "rong"),
     ],
 )

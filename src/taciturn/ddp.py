@@ -740,7 +740,12 @@ def _on_forward(module: torch.nn.Module, _arguments: Any) -> None:
 
 
 def _after_backward(function: Callable[[], None]) -> None:
-    """Have ``function`` called at the end of this backward pass, after DDP's own end of it."""
+    """Have ``function`` called at the end of this backward pass, after DDP's own end of it.
+
+    A rank that only shadows the others' passes, within Join, has none of its own.
+    """
+    if torch._C._current_graph_task_id() == -1:
+        return
     engine: Any = torch.autograd.Variable._execution_engine
     # DDP queues its own when the last bucket is ready: after this one, but before what this queues.
     engine.queue_callback(lambda: engine.queue_callback(function))
