@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from taciturn.aggregators import Aggregator, Cast, Mean, PowerSGD, TopK
     from taciturn.collectives import Backend, CodedRing, Collective, Direct, QuantizedRing, Ring
     from taciturn.error_feedback import ErrorFeedback
+    from taciturn.local_update import DiLoCo, LocalSGD
     from taciturn.methods import aggregator, build
     from taciturn.testbed import Testbed
     from taciturn.transport import DistributedTransport, Transport, run_threads
@@ -25,9 +26,11 @@ __all__ = [
     "Cast",
     "CodedRing",
     "Collective",
+    "DiLoCo",
     "Direct",
     "DistributedTransport",
     "ErrorFeedback",
+    "LocalSGD",
     "Mean",
     "PowerSGD",
     "QuantizedRing",
@@ -52,7 +55,9 @@ _HOMES = {
     "Backend": "collectives",
     "CodedRing": "collectives",
     "Collective": "collectives",
+    "DiLoCo": "local_update",
     "Direct": "collectives",
+    "LocalSGD": "local_update",
     "DistributedTransport": "transport",
     "QuantizedRing": "collectives",
     "Ring": "collectives",

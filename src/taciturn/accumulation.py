@@ -13,7 +13,6 @@ and who has data for another window.
 
 from __future__ import annotations
 
-import inspect
 import math
 import warnings
 from collections.abc import Iterable, Iterator
@@ -32,9 +31,11 @@ from taciturn.collectives.base import Collective
 from taciturn.collectives.ring import Ring
 from taciturn.errors import InputError, MismatchError, PeerError
 from taciturn.exchange import Exchange, agree
+from taciturn.methods import as_aggregator
+from taciturn.optimizers import check_optimizer
 from taciturn.transport import DistributedTransport
 
-__all__ = ["Accumulation", "StepResult", "Window", "check_optimizer"]
+__all__ = ["Accumulation", "StepResult", "Window"]
 
 Batch = TypeVar("Batch")
 
@@ -159,7 +160,7 @@ class Accumulation:
         items: dict[str, str] = {}
         try:
             parameters = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-            aggregator = ddp.as_aggregator("backend" if method is None else method)
+            aggregator = as_aggregator("backend" if method is None else method)
             self._exchange = Exchange(parameters, aggregator, transport)
             items = {"microbatches": str(self.microbatches)} | self._exchange.describe()
         except Exception as error:
@@ -522,20 +523,6 @@ class _Lookahead(Generic[Batch]):
     def take(self) -> Batch:
         """Return the next item."""
         return self._held.pop()
-
-
-def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose step evaluates the loss itself.
-
-    Raises:
-        InputError: such as LBFGS.
-    """
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise InputError(
-            f"{type(optimizer).__name__} evaluates the loss several times a step, each of which "
-            "would need an exchange: use an optimizer whose step needs no closure"
-        )
 
 
 def _count(tokens: Any) -> int:

@@ -30,13 +30,12 @@ from torch.utils.dlpack import from_dlpack
 from typing_extensions import override
 
 from taciturn.aggregators.base import Aggregator
-from taciturn.aggregators.mean import Mean
 from taciturn.collectives.base import Collective
 from taciturn.error_feedback import ErrorFeedback
 from taciturn.errors import InputError, MismatchError, PeerError
 from taciturn.exchange import GROUP_BYTES, Exchange, agree
 from taciturn.ledger import LedgerCounts
-from taciturn.methods import aggregator as aggregator_named
+from taciturn.methods import as_aggregator
 from taciturn.replicas import (
     ReplicaReport,
     Spread,
@@ -51,7 +50,7 @@ from taciturn.transport import DistributedTransport
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
 
-__all__ = ["Communicator", "StepMetrics", "as_aggregator", "attach", "attached"]
+__all__ = ["Communicator", "StepMetrics", "attach", "attached"]
 
 Nonfinite = Literal["propagate", "skip"]
 
@@ -164,21 +163,6 @@ def attached(model: torch.nn.Module) -> Communicator | None:
     """Return what :func:`attach` returned for this model; None if nothing is attached."""
     hooks = model._comm_hooks if isinstance(model, DistributedDataParallel) else []
     return next((s.communicator for _, s in hooks if isinstance(s, _Link)), None)
-
-
-def as_aggregator(method: str | Aggregator | Collective) -> Aggregator:
-    """Return the aggregator that a name, a collective or an aggregator stands for.
-
-    Raises:
-        InputError, MethodError: it stands for none.
-    """
-    if isinstance(method, str):
-        return aggregator_named(method)
-    if isinstance(method, Collective):
-        return Mean(method)
-    if isinstance(method, Aggregator):
-        return method
-    raise InputError(f"method={method!r}: give a name, an aggregator or a collective")
 
 
 def _check_options(

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from taciturn import grammar
-from taciturn.errors import MethodError
+from taciturn.errors import InputError, MethodError
 from taciturn.grammar import Key, Method, MethodSpec, Value, nearest, spell, spell_value
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ __all__ = [
     "MethodSpec",
     "Value",
     "aggregator",
+    "as_aggregator",
     "build",
     "describe",
     "parse",
@@ -329,6 +330,26 @@ def build(method: Method | str) -> Collective:
         )
     collective: Collective = getattr(collectives, spec.constructor)(**_keywords(spec, method))
     return collective
+
+
+def as_aggregator(method: str | Aggregator | Collective) -> Aggregator:
+    """The aggregator that a name, a collective or an aggregator stands for.
+
+    Raises:
+        MethodError: no such method.
+        CodeError, InputError: its options are possible one by one, but not together; or it is none
+            of these.
+    """
+    from taciturn.aggregators import Aggregator, Mean
+    from taciturn.collectives import Collective
+
+    if isinstance(method, str):
+        return aggregator(method)
+    if isinstance(method, Collective):
+        return Mean(method)
+    if isinstance(method, Aggregator):
+        return method
+    raise InputError(f"method={method!r}: give a name, an aggregator or a collective")
 
 
 def aggregator(method: Method | str) -> Aggregator:
