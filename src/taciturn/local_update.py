@@ -43,7 +43,7 @@ from taciturn.optimizers import check_optimizer
 from taciturn.replicas import check_replicas
 from taciturn.transport import DistributedTransport
 
-__all__ = ["DiLoCo", "LocalSGD", "RoundMetrics"]
+__all__ = ["DiLoCo", "LocalSGD", "RoundMetrics", "nesterov"]
 
 Buffers = Literal["average", "rank 0", "keep"]
 OptimizerState = Literal["keep", "average"]
