@@ -39,6 +39,18 @@ def test_ddp_minimal():
     assert plain <= 5
 
 
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(("name", "new"), [("diloco", 4), ("accumulation", 7)])
+def test_loops_with_fewer_exchanges(name, new):
+    """A plain loop with a few lines more trains."""
+    path = EXAMPLES / f"{name}_minimal.py"
+    done = torchrun(str(path))
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+)", done.stdout)]
+    assert losses[-1] < 0.8 * losses[0]
+    assert path.read_text().count("# +") <= new
+
+
 @pytest.mark.timeout(600)
 def test_killed_and_resumed(tmp_path):
     """Killed at step 12 and resumed with other buckets, a run ends as if nothing had happened."""
