@@ -31,6 +31,7 @@ TORCH_FREE = [
     "taciturn.grammar",
     "taciturn.methods",
     "taciturn.testbed",
+    "taciturn.trace",
     "taciturn.units",
 ]
 STATE = """

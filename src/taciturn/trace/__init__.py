@@ -1,0 +1,43 @@
+"""What a step waits for, read from the files of torch.profiler; needs no torch.
+
+From file to answer: ``scan`` (bytes to event objects), ``reader`` (columns), ``steps``,
+``collectives`` (who meets whom), ``clock`` (one time for all ranks), ``view`` (a rank on it),
+``graph`` with ``draft``, ``threads`` and ``streams`` (what had to wait for what), ``replay`` (as
+soon as possible), ``exposure`` and ``path`` (differences of replays, the critical path),
+``analysis`` (all of it), ``report`` (plain values), ``whatif`` (predictions).
+
+::
+
+    from pathlib import Path
+    from taciturn.trace import analyse
+
+    analysis = analyse([Path("rank0.json.gz"), Path("rank1.json.gz")])
+    print(analysis.report.diagnosis)
+"""
+
+from __future__ import annotations
+
+from taciturn.trace.analysis import Analysis, analyse, analyse_traces
+from taciturn.trace.events import Events, Trace
+from taciturn.trace.kinds import Kind, parse_kind
+from taciturn.trace.reader import read, read_all
+from taciturn.trace.report import Report
+from taciturn.trace.whatif import CodecCost, Link, parse_change, predict, read_codecs
+
+__all__ = [
+    "Analysis",
+    "CodecCost",
+    "Events",
+    "Kind",
+    "Link",
+    "Report",
+    "Trace",
+    "analyse",
+    "analyse_traces",
+    "parse_change",
+    "parse_kind",
+    "predict",
+    "read",
+    "read_all",
+    "read_codecs",
+]

@@ -1,0 +1,445 @@
+"""Which collectives a trace holds, and which of them belong together over ranks."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from taciturn.trace.events import Trace
+from taciturn.trace.kinds import Kind
+from taciturn.trace.reader import parse_ranks
+from taciturn.trace.steps import Step, launch_rows, step_of_rows
+
+__all__ = [
+    "UNKNOWN_GROUP",
+    "Collective",
+    "Matching",
+    "Meeting",
+    "canonical",
+    "collectives_of",
+    "match",
+]
+
+UNKNOWN_GROUP = "unknown"
+"""Group of a collective whose file does not say which it is."""
+
+_DTYPE_BYTES = {
+    **dict.fromkeys(("bool", "byte", "char", "uint8", "int8", "unsignedchar", "signedchar"), 1),
+    **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"), 1),
+    **dict.fromkeys(("half", "bfloat16", "short", "float16", "int16", "c10::half"), 2),
+    **dict.fromkeys(("c10::bfloat16", "shortint"), 2),
+    **dict.fromkeys(("float", "int", "float32", "int32", "complexhalf"), 4),
+    **dict.fromkeys(("double", "long", "longint", "int64", "float64", "complexfloat"), 8),
+    **dict.fromkeys(("complexdouble",), 16),
+}
+# How kernels, calls and profiler metadata spell one collective; tried in this order.
+_NAMES = (
+    (r"reduce_?scatter", "reduce_scatter"),
+    (r"all_?gather", "all_gather"),
+    (r"all_?to_?all", "all_to_all"),
+    (r"all_?reduce|cross_device_reduce", "all_reduce"),
+    (r"broadcast", "broadcast"),
+    (r"barrier", "barrier"),
+    (r"send_?recv|batch_?isend|coalesced", "send_recv"),
+    (r"gather", "gather"),
+    (r"scatter", "scatter"),
+    (r"reduce", "reduce"),
+    (r"send", "send"),
+    (r"recv", "recv"),
+)
+_COMPILED = tuple((re.compile(pattern, re.IGNORECASE), name) for pattern, name in _NAMES)
+# Every rank leaves only after every rank has come.
+MEETS = frozenset({"all_reduce", "reduce_scatter", "all_gather", "all_to_all", "barrier"})
+# gloo's own ranges carry the name of what it runs, which is not always what was called.
+_GLOO_RUNS = {"reduce_scatter": "all_reduce"}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One rank's part in one collective.
+
+    Attributes:
+        rank: of the trace.
+        row: of the event, a kernel or a range of gloo.
+        name: ``all_reduce``, ``all_gather`` and so on; ``unknown`` if nothing says it.
+        group: of the process group; ``unknown`` if nothing says it.
+        ranks: of the group's members; empty if not known.
+        group_size: 0 if not known.
+        seq: number within the group, from the process group; -1 if the file does not say.
+        comm_id: of the communicator; empty if the file does not say.
+        size_bytes: of the whole buffer: an all-gather's output, a reduce-scatter's input. None if
+            not known.
+        dtype: as the file writes it.
+        step: index of the step it belongs to, by its call; -1 outside of all.
+        call_row: of the event that enqueued it, a runtime call or ``c10d::*``; -1 if not known.
+        call_ns: when that began; the start if not known.
+        start_ns: when this rank arrived.
+        end_ns: when it was done here.
+    """
+
+    rank: int
+    row: int
+    name: str
+    group: str
+    ranks: tuple[int, ...]
+    group_size: int
+    seq: int
+    comm_id: str
+    size_bytes: int | None
+    dtype: str
+    step: int
+    call_row: int
+    call_ns: int
+    start_ns: int
+    end_ns: int
+
+    @property
+    def meets(self) -> bool:
+        """Nobody leaves before all have come; not so for a broadcast, or a send."""
+        return self.name in MEETS
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """The parts of all traced ranks in one collective, by rank."""
+
+    members: tuple[Collective, ...]
+    complete: bool
+
+    @property
+    def first(self) -> Collective:
+        """The part of the lowest rank: name, group and size are the same in all."""
+        return self.members[0]
+
+
+class Matching(NamedTuple):
+    """Meetings by their first call, and what could not be matched, as sentences."""
+
+    meetings: tuple[Meeting, ...]
+    notes: tuple[str, ...]
+
+
+def canonical(text: str) -> str:
+    """``all_reduce`` for ``ncclDevKernel_AllReduce_Sum_f32``, ``c10d::allreduce_`` and the like."""
+    for pattern, name in _COMPILED:
+        if pattern.search(text):
+            return name
+    return "unknown"
+
+
+def collectives_of(
+    trace: Trace, steps: list[Step], launches: NDArray[np.int64] | None = None
+) -> list[Collective]:
+    """All collectives of one rank, by the time of their call.
+
+    A kernel's own metadata counts most; what it lacks comes from ``record_param_comms`` with its
+    number, then from the call that its launch lies in, then from its name. An event of gloo is
+    paired with the first call of ``c10d`` of that name and size that came before it.
+    """
+    launches = launch_rows(trace) if launches is None else launches
+    step_index = step_of_rows(trace, steps, launches)
+    events = trace.events
+    rows = events.of(Kind.COMMUNICATION)
+    if not len(rows):
+        rows = _annotations_alone(trace)
+    calls = _Calls(trace)
+    paired = _pair_gloo(trace, rows, calls)
+    found = []
+    for row in rows.tolist():
+        call = paired.get(row, int(launches[row]))
+        info, words = calls.describe(row, call)
+        call_ns = int(events.start_ns[call]) if call >= 0 else int(events.start_ns[row])
+        inside = int(step_index[call]) if row in paired and call >= 0 else int(step_index[row])
+        found.append(_collective(trace, row, call, call_ns, inside, info, words))
+    return sorted(found, key=lambda one: (one.call_ns, one.start_ns))
+
+
+def _annotations_alone(trace: Trace) -> NDArray[np.int64]:
+    """Ranges ``nccl:*`` on a stream, for files in which no kernel is known as communication."""
+    labels = [
+        label
+        for label, (_, name, kind) in enumerate(trace.labels)
+        if kind == Kind.GPU_ANNOTATION and name.lower().startswith("nccl:")
+    ]
+    return np.flatnonzero(np.isin(trace.events.label, labels)).astype(np.int64)
+
+
+class _Calls:
+    """The calls of torch.distributed in one trace, found by number and by the time they cover."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        events = trace.events
+        self.rows = events.of(Kind.CALL)
+        self.by_external: dict[int, int] = {}
+        self.by_lane: dict[int, NDArray[np.int64]] = {}
+        for row in self.rows.tolist():
+            if trace.name(row) == "record_param_comms":
+                self.by_external.setdefault(int(events.external[row]), row)
+        lanes = events.lane[self.rows]
+        for lane in np.unique(lanes).tolist():
+            self.by_lane[lane] = self.rows[lanes == lane]
+
+    def around(self, row: int) -> list[int]:
+        """Calls in which an event of the CPU lies, the innermost last."""
+        events = self.trace.events
+        rows = self.by_lane.get(int(events.lane[row]))
+        if rows is None:
+            return []
+        last = int(np.searchsorted(events.start_ns[rows], events.start_ns[row], side="right"))
+        near = rows[max(0, last - 12) : last]
+        return [int(one) for one in near if events.end_ns[one] >= events.start_ns[row]]
+
+    def describe(self, row: int, call: int) -> tuple[dict[str, Any], list[str]]:
+        """Metadata from all sources, the best winning, and texts that may hold the name."""
+        events, args = self.trace.events, self.trace.args
+        near = self.around(call) if call >= 0 else []
+        if call in args:
+            near.append(call)
+        external = int(events.external[row])
+        if external > 0 and external in self.by_external:
+            near.append(self.by_external[external])
+        info: dict[str, Any] = {}
+        words = []
+        for one in near:
+            info.update({key: value for key, value in args.get(one, {}).items() if value != ""})
+            words.append(self.trace.name(one))
+        info.update(args.get(row, {}))
+        own = self.trace.name(row)
+        said = str(info.get("Collective name", ""))
+        # A SendRecv kernel is an all-to-all when the call says so; else names agree.
+        generic = canonical(own) in ("send_recv", "unknown")
+        return info, [said, *(reversed(words) if generic else []), own, *reversed(words)]
+
+
+def _pair_gloo(trace: Trace, rows: NDArray[np.int64], calls: _Calls) -> dict[int, int]:
+    """For each event of gloo the call that enqueued it.
+
+    Nothing in the file joins them: calls and events of one name run in one order, except that two
+    pool threads may swap neighbours, which sizes tell apart where they are recorded.
+    """
+    events = trace.events
+    waiting: dict[str, list[tuple[int, int | None]]] = defaultdict(list)
+    for row in calls.rows.tolist():
+        name = trace.name(row)
+        if name.startswith("c10d"):
+            name = canonical(name)
+            size = _size_bytes(trace.args.get(row, {}))
+            waiting[_GLOO_RUNS.get(name, name)].append((row, size))
+    paired: dict[int, int] = {}
+    for row in rows.tolist():
+        if events.queue[row] >= 0 or not waiting:
+            continue
+        name = canonical(trace.name(row))
+        queue = waiting[name]
+        size = _size_bytes(trace.args.get(row, {}))
+        start = events.start_ns[row]
+        early = [i for i, (call, _) in enumerate(queue[:64]) if events.start_ns[call] <= start]
+        same = [i for i in early if size is not None and queue[i][1] == size]
+        if early:
+            paired[row] = queue.pop((same or early)[0])[0]
+    return paired
+
+
+def _collective(
+    trace: Trace,
+    row: int,
+    call: int,
+    call_ns: int,
+    step: int,
+    info: Mapping[str, Any],
+    words: Sequence[str],
+) -> Collective:
+    name = next((found for word in words if (found := canonical(word)) != "unknown"), "unknown")
+    group, ranks, size = _group(trace, info)
+    seq = info.get("Seq", info.get("seq", -1))
+    return Collective(
+        rank=trace.rank or 0,
+        row=row,
+        name=name,
+        group=group,
+        ranks=ranks,
+        group_size=size,
+        seq=seq if isinstance(seq, int) and seq >= 0 else -1,
+        comm_id=str(info.get("Comms Id", info.get("comms_id", ""))),
+        size_bytes=_size_bytes(info),
+        dtype=str(info.get("dtype", _input_type(info))),
+        step=step,
+        call_row=call,
+        call_ns=call_ns,
+        start_ns=int(trace.events.start_ns[row]),
+        end_ns=int(trace.events.end_ns[row]),
+    )
+
+
+def _group(trace: Trace, info: Mapping[str, Any]) -> tuple[str, tuple[int, ...], int]:
+    """Name, ranks and size. The only group of a file is the group of its gloo events."""
+    name = str(info.get("Process Group Name", ""))
+    if not name and trace.backend.endswith("gloo") and len(trace.groups) == 1:
+        name = next(iter(trace.groups))
+    known = trace.groups.get(name)
+    ranks = parse_ranks(info.get("Process Group Ranks"))
+    if not ranks and known is not None:
+        ranks = known.ranks
+    said = info.get("Group size", 0)
+    size = said if isinstance(said, int) and said > 0 else 0
+    size = size or len(ranks) or (known.size if known else 0)
+    return name or UNKNOWN_GROUP, ranks, size
+
+
+def _size_bytes(info: Mapping[str, Any]) -> int | None:
+    """Bytes of the whole buffer, from message sizes or from the shapes of a call's inputs."""
+    width = _width(str(info.get("dtype", "")))
+    counts = [info.get("In msg nelems"), info.get("Out msg nelems")]
+    whole = [n for n in counts if isinstance(n, int) and n >= 0]
+    if whole and width:
+        return max(whole) * width
+    shapes, kinds = info.get("Input Dims"), info.get("Input type")
+    if not isinstance(shapes, list) or not isinstance(kinds, list):
+        return None
+    total = 0
+    for shape, kind in zip(shapes, kinds, strict=False):
+        count = _count(shape)
+        if count is None:
+            continue
+        word = str(kind)
+        # A TensorList does not say its type: DDP's is float.
+        total = max(total, count * (4 if word.startswith("TensorList") else _width(word)))
+    return total or None
+
+
+def _count(shape: Any) -> int | None:
+    """Elements of a shape, or of a list of shapes; None for what is no tensor."""
+    if not isinstance(shape, list) or not shape:
+        return None
+    if all(isinstance(n, int) for n in shape):
+        product = 1
+        for n in shape:
+            product *= max(n, 0)
+        return product
+    parts = [count for one in shape if (count := _count(one)) is not None]
+    return sum(parts) if parts else None
+
+
+def _width(word: str) -> int:
+    return _DTYPE_BYTES.get(word.lower().replace(" ", ""), 0)
+
+
+def _input_type(info: Mapping[str, Any]) -> str:
+    kinds = info.get("Input type")
+    return str(kinds[0]) if isinstance(kinds, list) and kinds else ""
+
+
+def match(
+    parts: Sequence[Sequence[Collective]], step_numbers: Sequence[Sequence[int | None]]
+) -> Matching:
+    """Which collectives of different ranks are one.
+
+    By group and sequence number where all know it, else by communicator, else by order: the
+    number-th call of a group within a step of the same number. Where the counts differ, or the
+    names and sizes of what would be one, they are not matched and that is said.
+
+    Args:
+        parts: the collectives of each rank, by call.
+        step_numbers: of each rank, the number of each step, which ``Collective.step`` indexes.
+    """
+    keyed: dict[tuple[Any, ...], dict[int, Collective]] = defaultdict(dict)
+    notes: list[str] = []
+    streams = _sequences(parts, step_numbers)
+    for (group, number), by_rank in streams.items():
+        _match_stream(group, number, by_rank, keyed, notes)
+    meetings = []
+    traced = {one.rank for rank in parts for one in rank}
+    for members in keyed.values():
+        ordered = tuple(members[rank] for rank in sorted(members))
+        first = ordered[0]
+        expected = set(first.ranks) if first.ranks else set(range(first.group_size)) or traced
+        meetings.append(Meeting(ordered, expected <= set(members) and len(members) > 0))
+    meetings.sort(key=lambda meeting: meeting.first.call_ns)
+    return Matching(tuple(meetings), tuple(dict.fromkeys(notes)))
+
+
+def _sequences(
+    parts: Sequence[Sequence[Collective]], step_numbers: Sequence[Sequence[int | None]]
+) -> dict[tuple[Any, Any], dict[int, list[Collective]]]:
+    """Collectives by group and step number, then by rank."""
+    streams: dict[tuple[Any, Any], dict[int, list[Collective]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    for rank, (collectives, numbers) in enumerate(zip(parts, step_numbers, strict=True)):
+        del rank
+        for one in collectives:
+            number: Any = numbers[one.step] if one.step >= 0 else "outside"
+            streams[(one.group, one.ranks), number][one.rank].append(one)
+    return streams
+
+
+def _match_stream(
+    group: Any,
+    number: Any,
+    by_rank: Mapping[int, list[Collective]],
+    keyed: dict[tuple[Any, ...], dict[int, Collective]],
+    notes: list[str],
+) -> None:
+    everything = [one for list_ in by_rank.values() for one in list_]
+    numbered = all(one.seq >= 0 for one in everything)
+    if numbered and _distinct(by_rank, lambda one: one.seq):
+        for one in everything:
+            keyed[group, "seq", one.seq][one.rank] = one
+        return
+    where = "outside of all steps" if number == "outside" else f"in step {number}"
+    # Without a group's name, one order over all communicators: NCCL itself demands it.
+    signatures = {rank: [_signature(one) for one in list_] for rank, list_ in by_rank.items()}
+    reference = next(iter(signatures.values()))
+    if all(signature == reference for signature in signatures.values()):
+        for rank, list_ in by_rank.items():
+            for place, one in enumerate(list_):
+                keyed[group, number, place][rank] = one
+        return
+    _match_unique(group, number, by_rank, keyed)
+    counts = {rank: len(list_) for rank, list_ in by_rank.items()}
+    same = len(set(counts.values())) == 1
+    notes.append(
+        f"group {group[0]}: {'names or sizes' if same else 'numbers'} of collectives {where} "
+        f"differ over ranks ({_counts(counts)}), and nothing numbers them: only those are "
+        "matched whose name and size every rank has once"
+    )
+
+
+def _match_unique(
+    group: Any,
+    number: Any,
+    by_rank: Mapping[int, list[Collective]],
+    keyed: dict[tuple[Any, ...], dict[int, Collective]],
+) -> None:
+    """Match what occurs once on each rank by name and known size; the rest stays alone."""
+    counts = {
+        rank: Counter((one.name, one.size_bytes) for one in list_)
+        for rank, list_ in by_rank.items()
+    }
+    for rank, list_ in by_rank.items():
+        for place, one in enumerate(list_):
+            what = (one.name, one.size_bytes)
+            once = one.size_bytes is not None and all(count[what] == 1 for count in counts.values())
+            key = (group, number, what) if once else (group, number, place, rank)
+            keyed[key][rank] = one
+
+
+def _distinct(by_rank: Mapping[int, list[Collective]], key: Any) -> bool:
+    return all(len({key(one) for one in list_}) == len(list_) for list_ in by_rank.values())
+
+
+def _signature(one: Collective) -> tuple[str, int | None]:
+    """What must agree over ranks; sizes of a sharded all-to-all need not."""
+    return one.name, one.size_bytes if one.name in ("all_reduce", "broadcast") else None
+
+
+def _counts(counts: Mapping[int, int]) -> str:
+    shown = [f"rank {rank}: {count}" for rank, count in sorted(counts.items())]
+    return ", ".join(shown[:4]) + (" ..." if len(shown) > 4 else "")

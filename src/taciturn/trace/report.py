@@ -1,0 +1,217 @@
+"""What an analysis found, as plain values: seconds, bytes, counts and sentences.
+
+``to_json`` gives the same as nested dictionaries. A number that cannot be told is None, never NaN;
+``notes`` says why.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+__all__ = [
+    "CollectiveRow",
+    "CriticalPath",
+    "Prediction",
+    "RankRow",
+    "Report",
+    "StepReport",
+    "Straggler",
+]
+
+
+@dataclass(frozen=True)
+class CriticalPath:
+    """Where the time of a step goes, along the one chain of waits that it is as long as.
+
+    Attributes:
+        compute_s: kernels and copies; without a GPU, operators on the CPU.
+        launch_s: the CPU issuing work, Python between operators included, and its latencies.
+        codec_s: encoding and decoding.
+        communication_s: transfer. Of one rank among many it holds the wait for the others.
+        waiting_s: all other ranks of a collective have come, and the path runs on the last.
+        idle_s: nothing was recorded on the thread, or a delay that nothing explains.
+    """
+
+    compute_s: float = 0.0
+    launch_s: float = 0.0
+    codec_s: float = 0.0
+    communication_s: float = 0.0
+    waiting_s: float = 0.0
+    idle_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class CollectiveRow:
+    """All collectives of one name, group and size in a step; times are means over ranks.
+
+    Attributes:
+        name: ``all_reduce`` and so on.
+        group: of the process group, or ``unknown``.
+        count: on each rank.
+        bytes: of each one's buffer; None if the files do not say.
+        busy_s: the time in which at least one of them was under way.
+        not_overlapped_s: the part of it in which the rank computed nothing.
+        waiting_s: sum over them of the last rank's arrival minus the own; None for one rank alone.
+        transfer_s: sum of end minus last arrival; None for one rank alone.
+        exposed_s: what the step would be shorter by, were their transfers instant.
+        exposed_low_s: with only those waits that are certain.
+        exposed_high_s: not more than this.
+        min_s: the shortest of them on any rank, from start to end.
+    """
+
+    name: str
+    group: str
+    count: int
+    bytes: int | None
+    busy_s: float
+    not_overlapped_s: float
+    waiting_s: float | None
+    transfer_s: float | None
+    exposed_s: float
+    exposed_low_s: float
+    exposed_high_s: float
+    min_s: float
+
+
+@dataclass(frozen=True)
+class RankRow:
+    """One rank's part of a step.
+
+    Attributes:
+        rank: its number.
+        measured_s: length of the step's window on the CPU.
+        busy_s: with a collective under way.
+        overlapped_s: the part of it in which the rank computed.
+        waiting_s: sum over collectives; None for one rank alone.
+        compute_s: with compute under way.
+        late_s: how long after the median of the others it came, where it was last and latest.
+    """
+
+    rank: int
+    measured_s: float
+    busy_s: float
+    overlapped_s: float
+    waiting_s: float | None
+    compute_s: float
+    late_s: float
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One step, over all ranks.
+
+    Attributes:
+        step: as the profiler counts; None for a trace without steps.
+        measured_s: the longest window on the CPU.
+        replayed_s: the same in the replay.
+        completed_s: from when all was done that the step before had begun, on all ranks and
+            streams, to when all of this one was. Exposures are differences of it.
+        completed_replayed_s: the same in the replay.
+        replay_error: the larger relative error of the two.
+        busy_s: mean over ranks of the time with any collective under way.
+        not_overlapped_s: the part of it without compute.
+        overlap: the share of it with compute; None without collectives.
+        exposed_s: with all transfers instant at once; single ones do not add up to it.
+        exposed_low_s: with only those waits that are certain.
+        exposed_high_s: not more than this.
+        critical_path: of ``completed_replayed_s``.
+        collectives: by name, group and size.
+        ranks: by rank.
+    """
+
+    step: int | None
+    measured_s: float
+    replayed_s: float
+    completed_s: float
+    completed_replayed_s: float
+    replay_error: float
+    busy_s: float
+    not_overlapped_s: float
+    overlap: float | None
+    exposed_s: float
+    exposed_low_s: float
+    exposed_high_s: float
+    critical_path: CriticalPath
+    collectives: tuple[CollectiveRow, ...]
+    ranks: tuple[RankRow, ...]
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that the others wait for, again and again.
+
+    Attributes:
+        rank: which.
+        late_s: median over steps: its arrival after the median of the others, at its latest.
+        steps: in so many steps it was the latest.
+        of_steps: of so many.
+        excess: the range or pause that takes more time there than on the others; empty if none.
+        excess_s: how much more, median over steps.
+    """
+
+    rank: int
+    late_s: float
+    steps: int
+    of_steps: int
+    excess: str
+    excess_s: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a change would do to the mean step.
+
+    Attributes:
+        what: as asked.
+        step_s: mean over steps, replayed with the change.
+        low_s: not less than this.
+        high_s: not more than this.
+        base_s: mean over steps without the change.
+        notes: what it rests on, as sentences.
+    """
+
+    what: str
+    step_s: float
+    low_s: float
+    high_s: float
+    base_s: float
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Report:
+    """The answer.
+
+    Attributes:
+        ranks: that were read.
+        world_size: of the job; None if no file says it.
+        backend: as the files say.
+        steps: by number.
+        mean: over steps; its ``step`` is None.
+        straggler: None if there is none.
+        diagnosis: one sentence.
+        exact: no bound was needed: low, value and high agree.
+        unknown: names of events that sound like communication or are of no known kind, with counts.
+        notes: what a reader must know, as sentences.
+        predictions: for what was asked.
+        lost: something of the files could not be read.
+    """
+
+    ranks: tuple[int, ...]
+    world_size: int | None
+    backend: str
+    steps: tuple[StepReport, ...]
+    mean: StepReport
+    straggler: Straggler | None
+    diagnosis: str
+    exact: bool
+    unknown: tuple[tuple[str, int], ...]
+    notes: tuple[str, ...]
+    predictions: tuple[Prediction, ...] = ()
+    lost: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as dictionaries, lists, text, numbers and None."""
+        plain: dict[str, Any] = asdict(self)
+        return plain

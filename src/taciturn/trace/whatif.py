@@ -1,0 +1,404 @@
+"""What a step would take if less were sent, the link were faster, or a method coded what is sent.
+
+Only transfers change: a collective that takes ``t`` from last arrival to end has a part ``alpha``
+that no byte causes, and a rest that goes with bytes and bandwidth. Waiting stays, and follows from
+the replay. A method adds the seconds of its codec where the transfer runs: on the stream, or on the
+thread of gloo, whose core the calling thread may need as well.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from taciturn.errors import InputError
+from taciturn.trace.analysis import Analysis
+from taciturn.trace.collectives import Collective
+from taciturn.trace.exposure import step_ends
+from taciturn.trace.graph import Graph
+from taciturn.trace.occupation import mean_s
+from taciturn.trace.replay import Variant, replay
+from taciturn.trace.report import Prediction, Report
+from taciturn.units import format_seconds
+
+__all__ = ["Change", "CodecCost", "Link", "fit_link", "parse_change", "predict", "read_codecs"]
+
+_HELP = (
+    'give one like "all_reduce bytes/2", "all_reduce = 0", "bandwidth*4", "latency/2" or '
+    '"method=quantized:bits=8"; without a collective it is about all of them'
+)
+_NAME = r"(?:(?P<name>[a-z_]+)\s+)?"
+_SCALE = re.compile(
+    rf"{_NAME}(?P<what>bytes|bandwidth|latency)\s*(?P<sign>[*/])\s*(?P<factor>[0-9.eE+-]+)"
+)
+_ZERO = re.compile(r"(?:(?P<name>[a-z_]+)\s*)?=\s*0(?:\.0*)?")
+_METHOD = re.compile(r"method\s*=\s*(?P<method>\S.*)")
+
+
+@dataclass(frozen=True)
+class CodecCost:
+    """What a method sends and computes, against the plain all-reduce of the same buffer.
+
+    Attributes:
+        bytes_ratio: bytes sent, over those of the plain one.
+        codec_s_per_byte: encoding and decoding on each rank, per byte of the buffer.
+        codec_s: the same per call, whatever the size.
+    """
+
+    bytes_ratio: float
+    codec_s_per_byte: float
+    codec_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not (isinstance(value, int | float) and 0 <= value < 1e6):
+                raise InputError(f"{name} of a codec is {value!r}; give a number from 0 on")
+
+
+@dataclass(frozen=True)
+class Link:
+    """A collective's time as ``alpha_s + beta_s_per_byte * bytes``; None where not known.
+
+    Attributes:
+        alpha_s: what no byte causes.
+        beta_s_per_byte: what each causes; without it the measured time is scaled.
+    """
+
+    alpha_s: float | None = None
+    beta_s_per_byte: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None and not 0 <= value < 1e6:
+                raise InputError(f"{name} is {value!r}; give seconds from 0 on")
+
+
+@dataclass(frozen=True)
+class Change:
+    """What changes.
+
+    Attributes:
+        what: as asked.
+        name: of the collectives; empty for all.
+        bytes_factor: of what is sent, or of the time for it: bandwidth has the inverse.
+        latency_factor: of ``alpha``.
+        method: coded by which; empty for none.
+    """
+
+    what: str
+    name: str = ""
+    bytes_factor: float = 1.0
+    latency_factor: float = 1.0
+    method: str = ""
+
+
+def parse_change(text: str) -> Change:
+    """A change as people write it.
+
+    Raises:
+        InputError: it cannot be read, or a factor is not above 0.
+    """
+    plain = text.strip()
+    if found := _METHOD.fullmatch(plain):
+        return Change(plain, name="all_reduce", method=_canonical(found["method"]))
+    if found := _ZERO.fullmatch(plain):
+        name = found["name"] or ""
+        return Change(plain, "" if name == "all" else name, 0.0, 0.0)
+    found = _SCALE.fullmatch(plain)
+    try:
+        factor = float(found["factor"]) if found else 0.0
+    except ValueError:
+        factor = 0.0
+    if found is None or not 1e-9 <= factor <= 1e9:
+        raise InputError(f"cannot read the change {text!r}; {_HELP}")
+    name = found["name"] or ""
+    name = "" if name == "all" else name
+    if found["sign"] == "/":
+        factor = 1 / factor
+    if found["what"] == "latency":
+        return Change(plain, name, latency_factor=factor)
+    return Change(plain, name, factor if found["what"] == "bytes" else 1 / factor)
+
+
+def read_codecs(path: Path) -> dict[str, CodecCost]:
+    """A table of codecs: a JSON object from method to the fields of :class:`CodecCost`.
+
+    Raises:
+        InputError: no such file, or not such a table.
+    """
+    shape = (
+        'write {"quantized:bits=8": {"bytes_ratio": 0.26, "codec_s_per_byte": 1e-9}}, with '
+        "seconds measured where it will run"
+    )
+    try:
+        table = orjson.loads(path.read_bytes())
+    except OSError as error:
+        raise InputError(f"cannot read codecs from {path}: {error.strerror}; {shape}") from error
+    except orjson.JSONDecodeError as error:
+        raise InputError(f"{path} is no JSON ({error}); {shape}") from error
+    if not isinstance(table, dict):
+        raise InputError(f"{path} is no table of codecs; {shape}")
+    codecs = {}
+    for method, cost in table.items():
+        try:
+            codecs[_canonical(method)] = CodecCost(**cost)
+        except TypeError as error:
+            raise InputError(f"{path}: {method!r} has other fields ({error}); {shape}") from error
+    return codecs
+
+
+def _canonical(method: str) -> str:
+    """A method with its keys in order and without blanks."""
+    name, _, keys = "".join(method.split()).partition(":")
+    return name + (":" + ",".join(sorted(keys.split(","))) if keys else "")
+
+
+def fit_link(analysis: Analysis, name: str) -> Link:
+    """``alpha`` and ``beta`` of one kind of collective, from its own transfers in the trace.
+
+    Least squares of the relative error over the median of each size, neither below zero. Sizes that
+    differ by less than a factor of two, or fewer than three, give no ``alpha``.
+    """
+    by_size: dict[int, list[float]] = defaultdict(list)
+    for meeting in analysis.meetings:
+        if meeting.first.name == name and meeting.first.size_bytes:
+            for one, transfer_ns in _transfers(meeting.members):
+                by_size[one.size_bytes or 0].append(transfer_ns / 1e9)
+    sizes = sorted(size for size in by_size if median(by_size[size]) > 0)
+    if len(sizes) < 3 or sizes[-1] < 2 * sizes[0]:
+        return Link()
+    n = np.array(sizes, float)
+    t = np.array([median(by_size[size]) for size in sizes])
+    # minimise sum ((alpha + beta n - t) / t)^2
+    rows = np.stack([1 / t, n / t], axis=1)
+    alpha, beta = np.linalg.lstsq(rows, np.ones(len(t)), rcond=None)[0].tolist()
+    if alpha < 0:
+        alpha, beta = 0.0, float((n / t).sum() / ((n / t) ** 2).sum())
+    elif beta < 0:
+        alpha, beta = float((1 / t).sum() / ((1 / t) ** 2).sum()), 0.0
+    return Link(alpha, beta)
+
+
+def _transfers(members: Sequence[Collective]) -> list[tuple[Collective, int]]:
+    """Each member's time from the last arrival to its end; of one alone its whole time, in ns."""
+    last = max(one.start_ns for one in members)
+    return [(one, max(0, one.end_ns - max(last, one.start_ns))) for one in members]
+
+
+def predict(
+    analysis: Analysis,
+    changes: Sequence[Change],
+    *,
+    link: Link | None = None,
+    codecs: Mapping[str, CodecCost] | None = None,
+) -> Report:
+    """The report with a prediction for each change.
+
+    Args:
+        analysis: of the trace.
+        changes: from :func:`parse_change`.
+        link: what is known of it; by default fitted from the trace, per kind of collective.
+        codecs: cost of methods, by their canonical text.
+
+    Raises:
+        InputError: a method that the table lacks, or a kind of collective that the trace lacks.
+    """
+    predictions = tuple(_predict(analysis, one, link, codecs or {}) for one in changes)
+    return replace(analysis.report, predictions=predictions)
+
+
+def _predict(
+    analysis: Analysis, change: Change, link: Link | None, codecs: Mapping[str, CodecCost]
+) -> Prediction:
+    names = {meeting.first.name for meeting in analysis.meetings}
+    if change.name and change.name not in names and not change.method:
+        raise InputError(
+            f"the change {change.what!r} is about {change.name}, but the trace has "
+            f"{', '.join(sorted(names)) or 'no collective'}; {_HELP}"
+        )
+    cost = None
+    if change.method:
+        cost = codecs.get(change.method)
+        if cost is None:
+            known = ", ".join(sorted(codecs)) or "none"
+            raise InputError(
+                f"the cost of {change.method!r} is not in the table of codecs (there: {known}); "
+                "give --codecs FILE with its bytes_ratio and codec_s_per_byte"
+            )
+    links = {name: link or fit_link(analysis, name) for name in names}
+    edges = _Edges(analysis, change, cost, links)
+    return _bounded(analysis, change, edges, _notes(change, links, names, edges))
+
+
+class _Edges:
+    """New weights of the transfers that a change is about: likely, and the extremes of ``alpha``.
+
+    Attributes:
+        likely: by edge, in ns.
+        fast: with ``alpha`` zero, so that everything goes with the bytes.
+        slow: with ``alpha`` as large as the shortest transfer, codecs on the calling thread too.
+        calls: by edge of program order, what codecs add there at the slowest.
+        gone: the share of all transfer that goes, at the fastest; below 0 if there is more.
+        added_ns: sum of what is likely added, mean over ranks; below 0 if there is less.
+    """
+
+    def __init__(
+        self,
+        analysis: Analysis,
+        change: Change,
+        cost: CodecCost | None,
+        links: Mapping[str, Link],
+    ) -> None:
+        self.likely: dict[int, int] = {}
+        self.fast: dict[int, int] = {}
+        self.slow: dict[int, int] = {}
+        self.calls: dict[int, int] = {}
+        graph = analysis.graph
+        least = _shortest(analysis)
+        on_cpu = {view.rank: not view.on_gpu for view in analysis.views}
+        for meeting, edges, calls in zip(
+            analysis.meetings, graph.transfers, graph.calls, strict=True
+        ):
+            first = meeting.first
+            if change.name and first.name != change.name:
+                continue
+            size = first.size_bytes or 0
+            codec_ns = round(1e9 * (cost.codec_s + cost.codec_s_per_byte * size)) if cost else 0
+            alone = len(meeting.members) == 1
+            shortest = least[first.name, first.group, first.size_bytes]
+            known = links[first.name]
+            for edge in edges:
+                whole = int(graph.weight_ns[edge])
+                # Of one rank alone, no more than the shortest is known to be transfer.
+                moving = min(whole, shortest) if alone else whole
+                new = _Scaling(change, cost, known, size, shortest)
+                self.likely[edge] = whole - moving + new.likely(moving) + codec_ns
+                self.fast[edge] = new.fast(whole) + codec_ns
+                self.slow[edge] = whole - moving + new.slow(moving) + codec_ns
+            if codec_ns and on_cpu.get(first.rank, False):
+                self.calls.update(dict.fromkeys(calls, codec_ns))
+        before = sum(int(graph.weight_ns[edge]) for edge in self.likely)
+        self.gone = 1 - sum(self.fast.values()) / before if before else 0.0
+        self.added_ns = (sum(self.likely.values()) - before) / len(analysis.views)
+
+
+class _Scaling:
+    """One transfer under a change: ``alpha * latency + (t - alpha) * bytes``."""
+
+    def __init__(
+        self, change: Change, cost: CodecCost | None, link: Link, size: int, shortest: int
+    ) -> None:
+        self.bytes_factor = cost.bytes_ratio if cost else change.bytes_factor
+        self.latency_factor = change.latency_factor
+        self.link = link
+        self.moved_s = (link.beta_s_per_byte or 0.0) * size
+        self.shortest = shortest
+
+    def _at(self, transfer: int, alpha: int) -> int:
+        fixed = min(transfer, alpha)
+        return round(fixed * self.latency_factor + (transfer - fixed) * self.bytes_factor)
+
+    def likely(self, transfer: int) -> int:
+        """With the latency that the link says; of both its numbers, that share of the time."""
+        alpha_s = self.link.alpha_s
+        if alpha_s is None:
+            alpha = transfer - round(1e9 * self.moved_s) if self.moved_s else 0
+        elif self.moved_s:
+            alpha = round(transfer * alpha_s / (alpha_s + self.moved_s))
+        else:
+            alpha = round(1e9 * alpha_s)
+        return self._at(transfer, max(0, min(alpha, self.shortest)))
+
+    def _possible(self, transfer: int) -> list[int]:
+        """With all that ``alpha`` may be: between nothing and the shortest transfer."""
+        return [self.likely(transfer), self._at(transfer, 0), self._at(transfer, self.shortest)]
+
+    def fast(self, transfer: int) -> int:
+        """The least it may take."""
+        return min(self._possible(transfer))
+
+    def slow(self, transfer: int) -> int:
+        """The most it may take."""
+        return max(self._possible(transfer))
+
+
+def _shortest(analysis: Analysis) -> dict[tuple[str, str, int | None], int]:
+    """By class, the shortest transfer of any member in ns."""
+    least: dict[tuple[str, str, int | None], int] = {}
+    for meeting in analysis.meetings:
+        first = meeting.first
+        key = (first.name, first.group, first.size_bytes)
+        for _, transfer in _transfers(meeting.members):
+            least[key] = min(least.get(key, transfer), transfer)
+    return least
+
+
+def _bounded(
+    analysis: Analysis, change: Change, edges: _Edges, notes: tuple[str, ...]
+) -> Prediction:
+    """The likely saving, between what is certain and what every possible wait would give."""
+    graph, base = analysis.graph, analysis.report.mean.completed_s
+    fast = Variant(edges.fast)
+    variants = [Variant({}), Variant(edges.likely), fast, Variant(edges.slow, edges.calls)]
+    measured = _mean_steps_s(graph, replay(graph, variants))
+    proven = _mean_steps_s(graph, replay(graph, variants, graph.proven_weight_ns))
+    soonest = _mean_steps_s(graph, replay(graph, [fast], graph.asap_weight_ns))
+    saved = [measured[0] - one for one in measured[1:]]
+    # What does not compute while it moves, as far as it goes.
+    most = edges.gone * _alone_s(analysis, change)
+    if all(view.on_gpu for view in analysis.views):
+        most = min(most, base - soonest[0])
+    low = base - max(*saved, most)
+    high = base - min(*saved, proven[0] - proven[3])
+    if edges.gone < 0:
+        # Not more than all that is added, one after the other.
+        high = max(high, base + edges.added_ns / len(graph.ends) / 1e9)
+    return Prediction(change.what, base - saved[0], max(0.0, low), high, base, notes)
+
+
+def _mean_steps_s(graph: Graph, times: NDArray[np.int64]) -> list[float]:
+    """Mean length of a step, for each column of a replay."""
+    ends = step_ends(graph, times)
+    seconds: list[float] = ((ends[-1] - ends[0]) / len(graph.ends) / 1e9).tolist()
+    return seconds
+
+
+def _alone_s(analysis: Analysis, change: Change) -> float:
+    """Transfer that is not overlapped by compute, of what a change is about; mean over steps."""
+    steps = len(analysis.graph.ends)
+    about = [
+        meeting
+        for meeting in analysis.meetings
+        if (not change.name or meeting.first.name == change.name) and meeting.first.step >= 0
+    ]
+    return mean_s([one.moving(about) for one in analysis.occupations]) / steps
+
+
+def _notes(
+    change: Change, links: Mapping[str, Link], names: set[str], edges: _Edges
+) -> tuple[str, ...]:
+    notes = []
+    if change.bytes_factor == 0:
+        return ()
+    about = [name for name in sorted(names) if not change.name or name == change.name]
+    for name in about:
+        alpha, beta = links[name].alpha_s, links[name].beta_s_per_byte
+        if alpha is None:
+            notes.append(
+                f"{name}: too few sizes to tell latency from bandwidth: taken as bandwidth, and "
+                "the bounds hold both"
+            )
+        else:
+            rate = f", {1e-9 / beta:.3g} GB/s" if beta else ""
+            notes.append(f"{name}: latency {format_seconds(alpha)} a call{rate}")
+    if edges.added_ns > 0:
+        notes.append("more time than measured: waits that did not show may appear")
+    return tuple(notes)

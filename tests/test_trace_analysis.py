@@ -1,0 +1,265 @@
+"""The report: its numbers on small traces, its JSON, and what it says about what it lacks."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from taciturn.errors import InputError
+from taciturn.trace.analysis import Analysis, analyse
+from taciturn.trace.kinds import parse_kind
+from trace_files import document, event, launch, own, public, step, write
+from trace_simulator import Op, documents, simulate
+
+
+def made(tmp_path: Path, *files: Any, **options: Any) -> Analysis:
+    paths = [write(tmp_path / f"{i}.json", one) for i, one in enumerate(files)]
+    return analyse(paths, **options)
+
+
+def reduce(start: float, duration: float, **args: Any) -> dict[str, Any]:
+    return event("ncclDevKernel_AllReduce_Sum_f32_RING_LL", start, duration, tid=20, **args)
+
+
+def numbers(value: Any) -> list[float]:
+    """All numbers in a JSON value."""
+    if isinstance(value, dict):
+        return [n for one in value.values() for n in numbers(one)]
+    if isinstance(value, list | tuple):
+        return [n for one in value for n in numbers(one)]
+    return [float(value)] if isinstance(value, int | float) else []
+
+
+def test_json_has_the_promised_shape() -> None:
+    """Steps, critical path, collectives, straggler, diagnosis; plain values, no NaN."""
+    report = analyse(own("straggler")).report
+    found = json.loads(json.dumps(report.to_json(), allow_nan=False))
+    assert {"steps", "straggler", "diagnosis", "mean", "notes", "unknown"} <= set(found)
+    first = found["steps"][0]
+    assert {"step", "measured_s", "replayed_s", "critical_path", "collectives"} <= set(first)
+    assert set(first["collectives"][0]) >= {
+        "name",
+        "group",
+        "count",
+        "bytes",
+        "busy_s",
+        "not_overlapped_s",
+        "waiting_s",
+        "transfer_s",
+        "exposed_s",
+        "exposed_low_s",
+        "exposed_high_s",
+    }
+    assert found["straggler"]["rank"] == 3
+    assert all(map(math.isfinite, numbers(found)))
+
+
+def test_no_collectives(tmp_path: Path) -> None:
+    """Nothing is exposed, the overlap is not known rather than NaN, and that is said (case G2)."""
+    report = made(tmp_path, document([step(1, 0, 100), event("gemm", 10, 50)])).report
+    one = report.steps[0]
+    assert (one.busy_s, one.exposed_s, one.exposed_high_s) == (0, 0, 0)
+    assert one.overlap is None
+    assert json.loads(json.dumps(report.to_json()))["steps"][0]["overlap"] is None
+    assert "no collective" in report.diagnosis
+    assert any("no collective" in note for note in report.notes)
+
+
+def test_streams_are_united(tmp_path: Path) -> None:
+    """Two collectives that overlap each other and compute: 60 us busy, 50 alone, 10 hidden (G4)."""
+    events = [
+        step(1, 0, 200),
+        event("gemm", 0, 50),
+        reduce(40, 40),
+        event("ncclDevKernel_AllGather_RING_LL", 60, 40, tid=24),
+    ]
+    one = made(tmp_path, document(events)).report.steps[0]
+    assert one.busy_s == pytest.approx(60e-6)
+    assert one.not_overlapped_s == pytest.approx(50e-6)
+    assert one.overlap == pytest.approx(10 / 60)
+    assert one.busy_s <= one.measured_s
+    rows = {row.name: row for row in one.collectives}
+    assert rows["all_reduce"].busy_s == rows["all_gather"].busy_s == pytest.approx(40e-6)
+    assert rows["all_reduce"].not_overlapped_s == pytest.approx(30e-6)
+
+
+def test_groups_are_rows_of_their_own(tmp_path: Path) -> None:
+    """Two groups and a kernel of none: three rows, and the total holds all (case G5)."""
+    events = [
+        step(1, 0, 100),
+        reduce(10, 5, **{"Process Group Name": "0"}),
+        reduce(20, 5, **{"Process Group Name": "1"}),
+        reduce(30, 5),
+    ]
+    report = made(tmp_path, document(events)).report
+    assert [row.group for row in report.steps[0].collectives] == ["0", "1", "unknown"]
+    assert report.steps[0].busy_s == pytest.approx(15e-6)
+    assert any("do not say their process group" in note for note in report.notes)
+
+
+def test_kernels_before_their_launch_and_without_one(tmp_path: Path) -> None:
+    """A start before the launch is clamped and counted; an orphan counts as communication (G6)."""
+    events = [
+        step(1, 0, 300),
+        launch(50, 1),
+        event("early", 45, 20, correlation=1),
+        reduce(100, 40, correlation=99),
+    ]
+    report = made(tmp_path, document(events)).report
+    assert report.steps[0].busy_s == pytest.approx(40e-6)
+    assert any("1 kernels seem to start before their launch" in note for note in report.notes)
+
+
+def test_overlapping_kernels_of_one_stream(tmp_path: Path) -> None:
+    """Kernels that overlap or nest on a stream are united, and replayed as measured."""
+    events = [
+        step(1, 0, 400),
+        launch(5, 1),
+        launch(12, 2),
+        launch(20, 3),
+        event("a", 20, 100, correlation=1),
+        event("b", 110, 50, correlation=2),
+        event("c", 120, 10, correlation=3),
+    ]
+    one = made(tmp_path, document(events)).report.steps[0]
+    assert one.ranks[0].compute_s == pytest.approx(140e-6)
+    assert one.replay_error == 0
+
+
+def test_records_of_waits_are_not_compute(tmp_path: Path) -> None:
+    """A synchronisation on a stream's row covers nothing."""
+    wait = event("Stream Sync", 0, 300, cat="cuda_sync", tid=7, cuda_sync_kind="Stream Sync")
+    one = made(tmp_path, document([step(1, 0, 300), wait, reduce(100, 50)])).report.steps[0]
+    assert one.not_overlapped_s == pytest.approx(50e-6)
+    assert one.ranks[0].compute_s == 0
+
+
+def test_unknown_names_are_listed_and_can_be_told(tmp_path: Path) -> None:
+    """What sounds like communication is compute until the user says what it is."""
+    events = [step(1, 0, 100), event("my_fast_allreduce(float*)", 10, 50)]
+    report = made(tmp_path, document(events)).report
+    assert report.unknown == (("my_fast_allreduce(float*)", 1),)
+    assert report.steps[0].busy_s == 0
+    rules = [parse_kind("my_fast*=comm")]
+    told = made(tmp_path, document(events), rules=rules).report
+    assert told.unknown == ()
+    assert told.steps[0].busy_s == pytest.approx(50e-6)
+
+
+def moved(files: Sequence[dict[str, Any]], rank: int, offset_us: float, drift: float) -> None:
+    """Give one rank a clock that is ahead and fast."""
+    for one in files[rank]["traceEvents"]:
+        one["ts"] = one["ts"] + offset_us + drift * one["ts"]
+
+
+def test_clocks_seconds_apart(tmp_path: Path) -> None:
+    """11.56 s off and 50 ppm fast: who waits for whom, and how long, is found anyway (G11)."""
+    late = [0, 0, 1600, 0, 0]
+    programs = [
+        [
+            op
+            for i in range(5)
+            for op in (
+                Op("compute", 20_000 + (late[i] if rank == 1 else 0)),
+                Op("reduce", wait=True),
+            )
+        ]
+        + [Op("sync")]
+        for rank in range(2)
+    ]
+    files = documents(simulate(programs, [400] * 5))
+    moved(files, 1, 11.56e6, 5e-5)
+    found = made(tmp_path, *files)
+    fix = found.clocks.corrections[1]
+    assert abs(fix.offset_ns + 11_560_000_000) <= 50_000
+    assert abs(fix.drift + 5e-5) < 5e-6
+    third = found.meetings[2]
+    waits = [max(m.start_ns for m in third.members) - one.start_ns for one in third.members]
+    assert abs(waits[0] - 1_600_000) <= 50_000
+    assert waits[1] == 0
+    assert found.report.steps[0].replay_error <= 0.05
+
+
+def test_a_rank_without_a_common_clock_stands_alone(tmp_path: Path) -> None:
+    """No shared collective: the offset is not guessed; waiting is unknown, and why is said."""
+    one = document([step(1, 0, 100), reduce(10, 5, Seq=1)], rank=0, world=2)
+    other = document([step(1, 0, 100), reduce(10, 5, Seq=2)], rank=1, world=2)
+    report = made(tmp_path, one, other).report
+    assert report.steps[0].collectives[0].waiting_s is None
+    assert any("clock not aligned: rank 1" in note for note in report.notes)
+
+
+def test_different_numbers_of_steps(tmp_path: Path) -> None:
+    """Only the steps that all ranks have are told, and which are not is said."""
+    first = [step(1, 0, 100), step(2, 100, 100), reduce(10, 5, Seq=1), reduce(110, 5, Seq=2)]
+    files = [document(first, rank=0, world=2), document([first[0], first[2]], rank=1, world=2)]
+    report = made(tmp_path, *files).report
+    assert [one.step for one in report.steps] == [1]
+    assert any("not all ranks have are left out: 2" in note for note in report.notes)
+
+
+def test_a_rank_without_common_steps_is_left_out(tmp_path: Path) -> None:
+    """One whose file is cut before its steps, or that profiled others; and that is said."""
+    good = [step(1, 0, 100), reduce(10, 5)]
+    files = [document(good, rank=i, world=4) for i in range(2)]
+    files.append(document([reduce(10, 5)], rank=2, world=4))
+    files.append(document([step(7, 0, 100), reduce(10, 5)], rank=3, world=4))
+    report = made(tmp_path, *files).report
+    assert report.ranks == (0, 1)
+    assert any("2.json (rank 2), 3.json (rank 3)" in note for note in report.notes)
+
+
+def test_a_trace_without_steps(tmp_path: Path) -> None:
+    """The whole of it counts as one."""
+    report = made(tmp_path, document([event("gemm", 0, 50), reduce(50, 50)])).report
+    assert [one.step for one in report.steps] == [None]
+    assert report.steps[0].measured_s == pytest.approx(100e-6)
+    assert any("ProfilerStep" in note for note in report.notes)
+
+
+def test_work_after_the_window_counts(tmp_path: Path) -> None:
+    """A GPU that runs behind its CPU: the step is done when its last kernel is."""
+    events = [
+        step(1, 0, 100),
+        step(2, 100, 100),
+        launch(10, 1),
+        launch(110, 2),
+        event("gemm", 20, 500, correlation=1),
+        event("gemm", 521, 500, correlation=2),
+    ]
+    report = made(tmp_path, document(events)).report
+    assert [round(one.measured_s * 1e6) for one in report.steps] == [100, 100]
+    assert [round(one.completed_s * 1e6) for one in report.steps] == [520, 501]
+
+
+def test_one_rank_of_many() -> None:
+    """Waiting and transfer cannot be told apart; what can is told, with bounds."""
+    report = analyse([public("tracelens/ddp_resnet_mi300_rank0of8.json.gz")]).report
+    assert report.world_size == 8
+    assert all(row.waiting_s is None for one in report.steps for row in one.collectives)
+    assert "waiting for other ranks included" in report.diagnosis
+    assert report.mean.replay_error <= 0.05
+
+
+def test_two_thinned_ranks_of_128() -> None:
+    """Two ranks without most events align on the one collective that both have once."""
+    paths = [public(f"hta/sampled_rank{i}of128.json.gz") for i in range(2)]
+    report = analyse(paths).report
+    assert report.ranks == (0, 1)
+    assert any("clocks aligned" in note for note in report.notes)
+    assert any("not all ranks" in note for note in report.notes)
+
+
+def test_a_file_that_is_cut_says_so(tmp_path: Path) -> None:
+    """The report of what is left is marked."""
+    text = json.dumps(document([step(1, 0, 100), reduce(10, 5), event("gemm", 20, 5)]))
+    path = tmp_path / "cut.json"
+    path.write_text(text[:-30])
+    assert analyse([path]).report.lost
+    with pytest.raises(InputError, match="not whole"):
+        analyse([path], strict=True)
