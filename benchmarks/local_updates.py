@@ -39,7 +39,7 @@ Row = dict[str, Any]
 RANKS, LINK = 4, "100mbit"
 SEQUENCES, HELD_OUT = 2, 64
 STEPS, QUICK_STEPS = 256, 64
-RATES, QUICK_RATES = (1e-3, 2e-3, 4e-3), (2e-3,)
+RATES, QUICK_RATES = (1e-3, 5e-4, 2e-3), (1e-3,)
 SPLITS, QUICK_SPLITS = ("iid", "packages"), ("iid",)
 TIMEOUT_S = 20_000.0
 INT4 = "quantized:bits=4,feedback=true"
