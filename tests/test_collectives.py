@@ -205,7 +205,7 @@ def test_a_budget_holds_for_the_plain_ring_too():
         assert rms(result - total) / rms(total) <= budget
     loose = CodedRing(mean_error_budget=1e-2, wire="bf16").plan(1000, torch.float32, 4)
     assert loose[0] is None
-    assert "QuantizedRing(wire='bf16'" in loose[1]
+    assert "(quantized:wire=bf16)" in loose[1]
 
 
 def test_noise_is_said_aloud(caplog):
@@ -477,6 +477,9 @@ def test_integers_need_an_exact_collective():
         (lambda: Ring(segments=0), InputError, "segments=0"),
         (lambda: CodedRing(passes=0), CodeError, "passes"),
         (lambda: CodedRing(passes=-3), CodeError, "passes"),
+        (lambda: CodedRing(passes=1000), CodeError, "passes=1000: .* 1 to 128; beyond 64"),
+        (lambda: CodedRing(passes=64), CodeError, "fewer passes"),
+        (lambda: CodedRing(passes=64, code="clustered"), CodeError, "fewer passes"),
         (lambda: CodedRing(code="fuorier"), CodeError, "fourier"),
         (lambda: CodedRing(eps=-1.0), CodeError, "eps"),
         (lambda: CodedRing(wire="int4"), InputError, "int4"),
@@ -603,6 +606,18 @@ def test_ring_order_is_drawn_afresh():
     orders = {tuple(ring_order(8, 0, call)) for call in range(100)}
     assert len(orders) > 90
     assert ring_order(8, 1, 0) != ring_order(8, 0, 0)
+
+
+def test_budgets_hold_in_place_too():
+    """In place replicas differ more: the code is chosen by the errors that decoding has there."""
+    numel, budget = 1 << 21, 0.3
+    for inplace, own in ((False, "exact"), (True, "fresh")):
+        code, _ = CodedRing(spread_budget=budget, inplace=inplace).plan(numel, torch.float32, 8)
+        assert code is not None
+        assert code.expected(2**-25, own).spread <= budget
+    away, _ = CodedRing(spread_budget=budget).plan(numel, torch.float32, 8)
+    assert away is not None
+    assert away.expected(2**-25, "fresh").spread > budget  # so the choice had to be another one
 
 
 def test_budgets_choose_a_code_or_the_ring():

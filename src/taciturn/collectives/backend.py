@@ -31,6 +31,7 @@ class Backend(Collective):
 
     wire: str | None = None
 
+    name: ClassVar[str] = "backend"
     bit_identical: ClassVar[bool] = True
     mean_exact: ClassVar[bool] = True
     integers: ClassVar[bool] = True
