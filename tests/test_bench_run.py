@@ -186,6 +186,7 @@ def test_the_file_s_size_is_the_default(tmp_path: Path) -> None:
         ("ring", ("backend", "ring"), 0, True),
         ("ring; backend", ("ring", "backend"), 1, False),
         ("backend:wire=bf16", ("backend", "backend:wire=bf16"), 0, True),
+        ("backend:check=true", ("backend", "backend:check=true"), 0, True),
         ("ring;backend: wire = fp32 ", ("ring", "backend: wire = fp32"), 1, False),
         ("ring; ring", ("backend", "ring", "ring"), 0, True),
     ],

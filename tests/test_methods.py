@@ -315,7 +315,7 @@ def test_spelled_methods_build_the_same(spec: MethodSpec, key: Key) -> None:
     "text",
     [
         "ring",
-        "backend:wire=bf16",
+        "backend:wire=bf16,check=false",
         "coded:passes=16,code=fourier,stretch=0.7,shuffle=true,seed=3,ranks_per_host=2,wire=int8",
         "coded:components=33,code=vandermonde,eps=1e-05,nodes=roots,decode=least_squares",
         "coded:orthonormal=false,wire=bf16,rounding=stochastic,segments=3,inplace=true",

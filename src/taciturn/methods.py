@@ -96,7 +96,10 @@ _TABLE: tuple[MethodSpec, ...] = (
         "backend",
         "The process group's own all_reduce, the baseline",
         "Backend",
-        (_wire("fp32", "fp16", "bf16"),),
+        (
+            _wire("fp32", "fp16", "bf16"),
+            Key("check", "bool", True, "ranks compare lengths and dtypes first; not in a bench"),
+        ),
     ),
     MethodSpec(
         "ring",
