@@ -262,7 +262,8 @@ def test_coded_errors_are_those_expected(name, ranks):
 @pytest.mark.parametrize("name", THREADED)
 def test_cost_is_what_the_ledger_counted(name, ranks):
     """Claimed rounds, messages and bytes equal the counts of every rank at every length."""
-    for numel, dtype in itertools.product([*numels(ranks), 40_000], [torch.float32, torch.float64]):
+    every = [(numel, torch.float32) for numel in [*numels(ranks), 40_000]]
+    for numel, dtype in [*every, (ranks + 1, torch.float64), (1001, torch.float64)]:
         _, counts = on_threads(name, dyadic(numel, ranks, dtype))
         for rank, counted in enumerate(counts):
             cost = IMPLEMENTATIONS[name].make().cost(numel, dtype, ranks, rank)

@@ -1,14 +1,17 @@
-"""The programs in examples/, run as their first lines say."""
+"""The programs in examples/, run as their first lines say, or on ranks that start faster."""
 
 from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from ranks import run_script
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 ENDING = re.compile(r"from step (\d+): parameters ([0-9a-f]{8})")
@@ -27,6 +30,7 @@ def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(200)
 def test_ddp_minimal():
     """A plain loop with five lines more trains, and tells what a step cost."""
@@ -39,20 +43,22 @@ def test_ddp_minimal():
     assert plain <= 5
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.processes
+@pytest.mark.timeout(200)
 def test_killed_and_resumed(tmp_path):
     """Killed at step 12 and resumed with other buckets, a run ends as if nothing had happened."""
     ends = {}
     for name, first in (("whole", ()), ("killed", ("--die-at", "12"))):
         folder = tmp_path / name
         folder.mkdir()
-        script = str(EXAMPLES / "ddp_resume.py")
-        done = torchrun(script, str(folder), *first)
+        script = EXAMPLES / "ddp_resume.py"
+        ended = run_script(script, [str(folder), *first], tmp_path, ranks=2)
         if first:
-            assert done.returncode != 0
-            done = torchrun(script, str(folder), "--bucket-cap-mb", "0.01")
-        assert done.returncode == 0, done.stderr
-        found = ENDING.search(done.stdout)
+            assert {rank.status for rank in ended} == {-signal.SIGKILL}
+            again = [str(folder), "--bucket-cap-mb", "0.01"]
+            ended = run_script(script, again, tmp_path, ranks=2)
+        assert [rank.status for rank in ended] == [0, 0], [rank.err for rank in ended]
+        found = ENDING.search(ended[0].out)
         assert found is not None
         ends[name] = found.groups()
     assert ends["killed"][0] == "10"
