@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+
+# Before NumPy is loaded: its threads gain nothing on matrices of a code's size, and where other
+# processes want the cores they wait for each other ten times as long as they compute.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import pytest
 import torch

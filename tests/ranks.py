@@ -1,8 +1,13 @@
-"""Real gloo ranks for the tests: a pool that lives for the whole run, and throw-away ones."""
+"""Real gloo ranks for the tests: a pool that lives for the whole run, and throw-away ones.
+
+All are forked from one process that has imported torch, with its compiler (which DDP and optimizers
+load), and has done nothing else: they start in no time.
+"""
 
 from __future__ import annotations
 
 import os
+import runpy
 import signal
 import sys
 import time
@@ -32,18 +37,22 @@ class Outcome:
     ended: bool = False
 
 
+def forking() -> Any:
+    """Return how processes are made."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["torch._dynamo", "torch.nn.parallel", "taciturn.collectives.coded_ring"]
+    )
+    return context
+
+
 class Ranks:
     """Some processes with a gloo group; the store is held here, by the launcher."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        # Forked from one process that has imported torch and done nothing else: starts in no time.
-        context = multiprocessing.get_context("forkserver")
-        # DDP and optimizers load torch's compiler, which takes a process seconds.
-        context.set_forkserver_preload(
-            ["torch._dynamo", "torch.nn.parallel", "taciturn.collectives.base"]
-        )
+        context = forking()
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(size):
@@ -101,6 +110,80 @@ class Ranks:
             process.join()
         for pipe in self.pipes:
             pipe.close()
+
+
+@dataclass
+class Ended:
+    """How a script ended on one rank."""
+
+    status: int
+    """Of the process; negative for a signal."""
+    out: str
+    err: str
+
+
+def run_script(
+    script: Path, arguments: Sequence[str], folder: Path, ranks: int, timeout_s: float = TIMEOUT_S
+) -> list[Ended]:
+    """Run a script as torchrun would, on some ranks, and return how each ended.
+
+    As soon as one rank has failed, the others are ended too.
+
+    Args:
+        script: its ``__main__`` runs.
+        arguments: after the script's name.
+        folder: where what the ranks print is kept.
+        ranks: how many.
+        timeout_s: ranks that take longer are killed.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = forking()
+    processes = [
+        context.Process(
+            target=_play, args=(str(script), list(arguments), folder, rank, ranks, store.port)
+        )
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + timeout_s
+    running = list(processes)
+    while running and all(p.exitcode in (None, 0) for p in processes):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            break
+        wait([process.sentinel for process in running], left)
+        running = [process for process in processes if process.is_alive()]
+    for process in running:
+        process.kill()
+    for process in processes:
+        process.join()
+    return [
+        Ended(
+            process.exitcode, *((folder / f"{rank}.{name}").read_text() for name in ("out", "err"))
+        )
+        for rank, process in enumerate(processes)
+    ]
+
+
+def _play(
+    script: str, arguments: list[str], folder: Path, rank: int, ranks: int, port: int
+) -> None:
+    """Be one rank of a script: torchrun's environment, the launcher's store, files to print in."""
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(folder / f"{rank}.{name}", os.O_CREAT | os.O_WRONLY | os.O_TRUNC), number)
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    torch.set_num_threads(1)
+    sys.argv = [script, *arguments]
+    runpy.run_path(script, run_name="__main__")
 
 
 def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:

@@ -13,11 +13,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ranks import Ranks
 from taciturn.bench import measure
 from taciturn.bench.measure import Eta, Job, order_of_calls
 from taciturn.bench.run import run_rank
-from taciturn.errors import PeerError
+from taciturn.collectives import Backend, Ring
+from taciturn.errors import MismatchError, PeerError
 from taciturn.testbed import run_local
+from taciturn.transport import DistributedTransport
 
 METHODS = (
     "ring",
@@ -155,6 +158,40 @@ def test_conditions_are_recorded(rows: list[dict[str, Any]]) -> None:
     assert conditions["backend"] == "gloo"
     assert conditions["threads_per_rank"] == 1
     assert "one file per rank" in conditions["input"]
+
+
+def test_the_baseline_is_unchecked_unless_asked_for() -> None:
+    """What methods are measured against pays for nothing of ours."""
+    for text, check in (
+        ("backend", False),
+        ("backend:wire=bf16", False),
+        ("backend:check=true", True),
+    ):
+        made = measure._make(text)
+        assert isinstance(made, Backend)
+        assert made.check is check
+    assert isinstance(measure._make("ring"), Ring)
+
+
+def other_job() -> str:
+    """What a rank says whose job differs from the others'."""
+    transport = DistributedTransport(timeout_s=20)
+    ranks = measure._Ranks(transport, torch.device("cpu"))
+    measure._agree(Job(("ring",), 0, False, (4,), command=f"as rank {ranks.rank}"), ranks)
+    job = Job(("ring",), 0, False, (4 + 4 * (ranks.rank == 2),), seed=ranks.rank // 2)
+    with pytest.raises(MismatchError) as caught:
+        measure._agree(job, ranks)
+    transport.close()
+    return str(caught.value)
+
+
+@pytest.mark.processes
+def test_ranks_with_different_jobs_are_told_so(pool: Ranks) -> None:
+    """Before anything is measured, alike on every rank: the backend would be aborted instead."""
+    said = pool.run(other_job)
+    assert len(set(said)) == 1
+    assert "ranks 0 and 2" in said[0]
+    assert "sizes_bytes (4,) and (8,); seed 0 and 1" in said[0]
 
 
 def test_a_rank_leaves_its_error_behind(

@@ -33,6 +33,13 @@ def test_the_condition_number_is_right_beyond_float64() -> None:
     assert centred(hilbert(12)[None])[1] == pytest.approx(1.76e16, rel=0.5)
 
 
+def test_the_size_of_columns_changes_no_digit() -> None:
+    """Columns times powers of two give rows of the inverse over them, bit for bit."""
+    powers = 2.0 ** np.array([0, -60, 10, -3, -200, 0, 7, -1, 30, -90])
+    inverse = centred(hilbert(10)[None])[0]
+    assert np.array_equal(centred((hilbert(10) * powers)[None])[0], inverse / powers[:, None])
+
+
 def test_the_mean_over_hops_is_inverted() -> None:
     rng = np.random.default_rng(0)
     contributions = np.eye(4) + 0.1 * rng.standard_normal((7, 4, 4))

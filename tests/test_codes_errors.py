@@ -49,7 +49,7 @@ def test_wires_are_ordered_by_their_rounding() -> None:
     ("arguments", "message"),
     [
         (("int3",), "no rounding is known for the wire 'int3'"),
-        (("int8", 0), "a block of 0 values"),
+        (("int8", 0), "block=0: give"),
         (("bf16", 128, "upwards"), "rounding 'upwards' is unknown"),
     ],
 )

@@ -205,7 +205,7 @@ def test_a_budget_holds_for_the_plain_ring_too():
         assert rms(result - total) / rms(total) <= budget
     loose = CodedRing(mean_error_budget=1e-2, wire="bf16").plan(1000, torch.float32, 4)
     assert loose[0] is None
-    assert "QuantizedRing(wire='bf16'" in loose[1]
+    assert "(quantized:wire=bf16)" in loose[1]
 
 
 def test_noise_is_said_aloud(caplog):
@@ -262,7 +262,8 @@ def test_coded_errors_are_those_expected(name, ranks):
 @pytest.mark.parametrize("name", THREADED)
 def test_cost_is_what_the_ledger_counted(name, ranks):
     """Claimed rounds, messages and bytes equal the counts of every rank at every length."""
-    for numel, dtype in itertools.product([*numels(ranks), 40_000], [torch.float32, torch.float64]):
+    every = [(numel, torch.float32) for numel in [*numels(ranks), 40_000]]
+    for numel, dtype in [*every, (ranks + 1, torch.float64), (1001, torch.float64)]:
         _, counts = on_threads(name, dyadic(numel, ranks, dtype))
         for rank, counted in enumerate(counts):
             cost = IMPLEMENTATIONS[name].make().cost(numel, dtype, ranks, rank)
@@ -477,6 +478,9 @@ def test_integers_need_an_exact_collective():
         (lambda: Ring(segments=0), InputError, "segments=0"),
         (lambda: CodedRing(passes=0), CodeError, "passes"),
         (lambda: CodedRing(passes=-3), CodeError, "passes"),
+        (lambda: CodedRing(passes=1000), CodeError, "passes=1000: .* 1 to 128; beyond 64"),
+        (lambda: CodedRing(passes=64), CodeError, "fewer passes"),
+        (lambda: CodedRing(passes=64, code="clustered"), CodeError, "fewer passes"),
         (lambda: CodedRing(code="fuorier"), CodeError, "fourier"),
         (lambda: CodedRing(eps=-1.0), CodeError, "eps"),
         (lambda: CodedRing(wire="int4"), InputError, "int4"),
@@ -605,6 +609,18 @@ def test_ring_order_is_drawn_afresh():
     assert ring_order(8, 1, 0) != ring_order(8, 0, 0)
 
 
+def test_budgets_hold_in_place_too():
+    """In place replicas differ more: the code is chosen by the errors that decoding has there."""
+    numel, budget = 1 << 21, 0.3
+    for inplace, own in ((False, "exact"), (True, "fresh")):
+        code, _ = CodedRing(spread_budget=budget, inplace=inplace).plan(numel, torch.float32, 8)
+        assert code is not None
+        assert code.expected(2**-25, own).spread <= budget
+    away, _ = CodedRing(spread_budget=budget).plan(numel, torch.float32, 8)
+    assert away is not None
+    assert away.expected(2**-25, "fresh").spread > budget  # so the choice had to be another one
+
+
 def test_budgets_choose_a_code_or_the_ring():
     """Budgets pick the code with the fewest bytes that keeps them, and say why, or the ring."""
     numel = 1 << 21
@@ -646,7 +662,7 @@ def test_processes_agree_with_threads(pool, name):
             total = torch.stack(buffers).sum(0)
             tolerance = 0.02 if "bf16" in name else 0.0
             assert all((r - total).abs().le(tolerance * 8).all() for r, _ in results)
-            assert all(counts.messages == 0 for _, counts in results)
+            assert all(counts.messages == 1 for _, counts in results)  # our header, nothing else
             continue
         threaded, counts = on_threads(name, buffers)
         for rank, (result, counted) in enumerate(results):

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import pytest
 import typer
 
+from ranks import run_script
 from taciturn.cli import app
 from taciturn.methods import parse_list
-from taciturn.testbed import run_local
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
@@ -99,10 +99,8 @@ def test_scripts_run_on_ranks(block: Block, tmp_path: Path) -> None:
     assert match, f"{block.page.name}:{block.line}: unknown word {word!r} after python"
     script = tmp_path / "script.py"
     script.write_text(block.text)
-    result = run_local(
-        [sys.executable, str(script)], ranks=int(match[1]), timeout_s=90, output="capture"
-    )
-    assert result.ok, [(rank.rank, rank.stderr) for rank in result]
+    ended = run_script(script, [], tmp_path, ranks=int(match[1]), timeout_s=90)
+    assert [rank.status for rank in ended] == [0] * len(ended), [rank.err for rank in ended]
 
 
 @pytest.mark.parametrize("line", COMMANDS)

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -65,6 +66,7 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=100)
 
 
+@cache
 def tree(name: str) -> ast.Module:
     """A module's source, parsed."""
     found = importlib.util.find_spec(name)
@@ -104,6 +106,7 @@ def test_exports_are_there(name: str) -> None:
         assert getattr(module, public) is not None
 
 
+@cache
 def imported() -> list[tuple[str, str, str]]:
     """Who takes what from whom: (importing module, module, name), for our own modules."""
     return [

@@ -40,6 +40,7 @@ EACH_KEY = pytest.mark.parametrize(("spec", "key"), KEYS)
 
 # What a key needs beside it to have a meaning at all.
 BESIDE = {
+    ("coded", "passes"): "code=fourier",
     ("coded", "stretch"): "code=fourier",
     ("coded", "nodes"): "code=vandermonde",
     ("coded", "components"): "code=vandermonde",
@@ -140,8 +141,10 @@ def test_choices_are_what_the_constructor_takes(spec: MethodSpec, key: Key) -> N
     ],
 )
 def test_numbers_reach_as_far_as_the_constructor_lets_them(spec: MethodSpec, key: Key) -> None:
-    """At a bound in the table a method builds, beyond it the table refuses."""
+    """At a bound in the table a method builds; beyond it table and constructor refuse."""
     step = 1 if key.type == "int" else 1e-3
+    beside = BESIDE.get((spec.name, key.name), "")
+    needed = dict(pair.split("=") for pair in beside.split(",") if pair)
     for bound, outward in ((key.minimum, -step), (key.maximum, step)):
         if bound is None:
             continue
@@ -150,6 +153,8 @@ def test_numbers_reach_as_far_as_the_constructor_lets_them(spec: MethodSpec, key
         assert made(write(spec, key, value))
         with pytest.raises(MethodError, match="at position"):
             parse(write(spec, key, value + outward))
+        with pytest.raises((InputError, CodeError), match=key.name):
+            constructor(spec)(**needed, **{key.name: value + outward})
 
 
 def test_options_reach_the_constructor() -> None:
@@ -194,7 +199,7 @@ def test_bits_is_a_shorthand_for_wire(bits: int, wire: str) -> None:
     [
         ("qantized:bits=8", "did you mean 'quantized'?"),
         ("coded:pases=4", "did you mean 'passes'?"),
-        ("coded:passes=0", "it takes whole number >= 1"),
+        ("coded:passes=0", "it takes whole number, 1 to 128"),
         ("coded:code=furier", "did you mean 'fourier'?"),
         ("coded:wire=int4", "did you mean 'int8'?"),
         ("quantized:bits=8,wire=bf16", "'wire' contradicts 'bits'"),
@@ -273,6 +278,90 @@ def test_round_trip(some: list[tuple[str, str, dict[str, Value]]]) -> None:
     ]
     assert [method.text for method in read] == [text.strip() for text in texts]
     assert [parse(spell(method)) for method in read] == read
+
+
+def options_of(method: Method) -> dict[str, Value]:
+    """What a method says: shorthands written out, defaults left out."""
+    keys = {key.name: key for key in SPECS[method.name].keys}
+    said = dict(keys[name].written_out(value) for name, value in method.options.items())
+    return {name: value for name, value in said.items() if value != keys[name].default}
+
+
+@pytest.mark.parametrize(
+    ("spec", "key"), [param for param in KEYS if param.values[0].package == "collectives"]
+)
+def test_spelled_methods_build_the_same(spec: MethodSpec, key: Key) -> None:
+    """``str`` of a collective is the method that builds it, whatever its options were."""
+    if key.name == "feedback":  # of training; no collective has it
+        return
+    numbers = [n for n in (key.minimum, 1 / 3, 3, key.maximum) if n is not None]
+    some: dict[str, list[Any]] = {
+        "bool": ["true", "false"],
+        "int": [int(n) for n in numbers if n in (key.minimum, key.maximum, 3)],
+        "float": [n for n in numbers if n and n <= (key.maximum or n)],
+    }
+    for value in key.choices or some[key.type]:
+        if key.name == "block" and value == 3:
+            continue
+        method = parse(write(spec, key, value))
+        built = build(method)
+        spelled = str(built)
+        assert options_of(parse(spelled)) == dict(parse(spelled).options) == options_of(method)
+        assert built.method == parse(spelled)
+        assert repr(build(spelled)) == repr(built)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ring",
+        "backend:wire=bf16,check=false",
+        "coded:passes=16,code=fourier,stretch=0.7,shuffle=true,seed=3,ranks_per_host=2,wire=int8",
+        "coded:components=33,code=vandermonde,eps=1e-05,nodes=roots,decode=least_squares",
+        "coded:orthonormal=false,wire=bf16,rounding=stochastic,segments=3,inplace=true",
+        "coded:wire=int8,block=64,spread_budget=0.3,mean_error_budget=0.01",
+        "quantized:wire=int4,block=64,rounding=stochastic,segments=2,seed=5",
+    ],
+)
+def test_a_collective_is_spelled_as_it_was_written(text: str) -> None:
+    """Keys in the table's order, none at its default: the very same text."""
+    assert str(build(text)) == text
+
+
+BUDGETS = ["spread_budget=0.3", "mean_error_budget=0.3", "spread_budget=0.3,mean_error_budget=1"]
+
+
+@pytest.mark.parametrize("budgets", BUDGETS)
+@pytest.mark.parametrize(
+    "given",
+    [
+        "passes=4",
+        "passes=8",
+        "components=9",
+        "code=polynomial",
+        "code=fourier",
+        "eps=0.1",
+        "stretch=1",
+        "nodes=near_one",
+        "orthonormal=false",
+        "decode=least_squares",
+    ],
+)
+def test_what_budgets_choose_is_not_given_too(given: str, budgets: str) -> None:
+    """A key beside a budget would be ignored, also at its default: refused, with what to drop."""
+    name = given.split("=")[0]
+    said = " and ".join(pair.split("=")[0] for pair in budgets.split(","))
+    with pytest.raises(InputError, match=f"{name}=.* beside {said}: .* drop {name}, or {said}"):
+        build(f"coded:{budgets},{given}")
+
+
+@pytest.mark.parametrize("budgets", BUDGETS)
+def test_what_budgets_heed_is_given_beside_them(budgets: str) -> None:
+    """All other keys go with budgets."""
+    others = "decode=centred,shuffle=true,seed=1,ranks_per_host=2,wire=int8,block=64,segments=2"
+    assert isinstance(
+        build(f"coded:{budgets},{others},rounding=stochastic,inplace=true"), CodedRing
+    )
 
 
 @EACH_METHOD

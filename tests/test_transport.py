@@ -15,6 +15,7 @@ import torch.distributed as dist
 from taciturn.collectives import Backend, CodedRing, Collective, Direct, QuantizedRing, Ring
 from taciturn.errors import InputError, MismatchError, PeerError
 from taciturn.ledger import Ledger, LedgerCounts
+from taciturn.methods import build
 from taciturn.transport import (
     HEADER_BYTES,
     DistributedTransport,
@@ -213,7 +214,7 @@ COLLECTIVES: dict[str, Callable[[], Collective]] = {
     "direct": Direct,
 }
 
-CHECKED = [name for name in COLLECTIVES if name != "backend"]  # gloo's own checks nothing
+THREADED = [name for name in COLLECTIVES if name != "backend"]  # between threads there is none
 
 
 def disagree(which: str, collective: str) -> tuple[str, str, bool]:
@@ -229,7 +230,7 @@ def disagree(which: str, collective: str) -> tuple[str, str, bool]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("collective", CHECKED)
+@pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("which", BAD)
 def test_disagreement_is_an_error_on_every_rank(pool, which, collective):
     """Other lengths, dtypes or layouts on one rank: the same MismatchError everywhere.
@@ -243,7 +244,7 @@ def test_disagreement_is_an_error_on_every_rank(pool, which, collective):
     assert all(untouched for _, _, untouched in results[2:])
 
 
-@pytest.mark.parametrize("collective", CHECKED)
+@pytest.mark.parametrize("collective", THREADED)
 @pytest.mark.parametrize("which", BAD)
 def test_thread_disagreement(which, collective):
     """The same between threads."""
@@ -255,9 +256,48 @@ def test_thread_disagreement(which, collective):
         run_threads(4, function, TIMEOUT_S)
 
 
-def run_two_methods() -> str:
+def sums_of_lengths(*lengths: list[int]) -> list[str]:
+    """What the backend makes of ranks that bring these lengths, one transport for each list."""
+    said = []
+    for brought in lengths:
+        transport = DistributedTransport(timeout_s=TIMEOUT_S)
+        try:
+            Backend().all_reduce(torch.ones(brought[transport.rank]), transport)
+        except (MismatchError, PeerError) as error:
+            said.append(type(error).__name__)
+        else:
+            said.append("summed")
+        transport.close()
+    return said
+
+
+@pytest.mark.processes
+def test_the_backend_survives_any_pattern_of_lengths(pool):
+    """Whichever ranks differ, all raise and no process is aborted, as gloo would abort it."""
+    patterns = [[7 + (i >> rank & 1) for rank in range(4)] for i in range(8)]
+    patterns += [[1, 1, 2, 3], [0, 5, 5, 5], [1 << 20, 1, 1, 1 << 20]]
+    expected = ["MismatchError" if len(set(brought)) > 1 else "summed" for brought in patterns]
+    assert pool.run(sums_of_lengths, *patterns) == [expected] * 4
+
+
+@pytest.mark.processes
+def test_the_backend_s_check_is_one_header(pool):
+    """It costs 40 bytes to the successor; without it nothing of ours is sent."""
+    assert pool.run(bytes_of_the_backend) == [(HEADER_BYTES, 0)] * 4
+
+
+def bytes_of_the_backend() -> tuple[int, int]:
     transport = DistributedTransport(timeout_s=TIMEOUT_S)
-    collective: Collective = Ring() if transport.rank != 3 else QuantizedRing()
+    Backend().all_reduce(torch.ones(10), transport)
+    checked = transport.ledger.sent_bytes
+    Backend(check=False).all_reduce(torch.ones(10), transport)
+    transport.close()
+    return checked, transport.ledger.sent_bytes - checked
+
+
+def run_two_methods(usual: str, other: str) -> str:
+    transport = DistributedTransport(timeout_s=TIMEOUT_S)
+    collective = build(usual if transport.rank != 3 else other)
     try:
         collective.all_reduce(torch.ones(100), transport)
     except MismatchError as error:
@@ -268,11 +308,20 @@ def run_two_methods() -> str:
 
 
 @pytest.mark.processes
-def test_different_methods_are_an_error_on_every_rank(pool):
-    """A rank that was configured with another method is found out before data moves."""
-    results = pool.run(run_two_methods)
+@pytest.mark.parametrize(
+    ("usual", "other"),
+    [("ring", "quantized:block=64"), ("backend", "ring"), ("coded:passes=2", "coded:passes=3")],
+)
+def test_different_methods_are_an_error_on_every_rank(pool, usual, other):
+    """A rank with another method is found out before data moves, and told as methods are written.
+
+    Rank 3 finds that rank 2's is not its own, or rank 0 that rank 3's is not.
+    """
+    results = pool.run(run_two_methods, usual, other)
     assert len(set(results)) == 1
-    assert "method" in results[0]
+    assert f"rank 3 runs '{other}', rank 2 another method" in results[0] or (
+        f"rank 0 runs '{usual}', rank 3 another method" in results[0]
+    )
 
 
 def resume_on_one_rank() -> str:

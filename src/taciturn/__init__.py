@@ -6,8 +6,9 @@ does not import torch.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from taciturn.lazy import lazily
 
 if TYPE_CHECKING:
     from taciturn.accumulation import Accumulation
@@ -43,32 +44,29 @@ __all__ = [
     "run_threads",
 ]
 
-_HOMES = {
-    "Accumulation": "accumulation",
-    "Aggregator": "aggregators",
-    "Cast": "aggregators",
-    "ErrorFeedback": "error_feedback",
-    "Mean": "aggregators",
-    "PowerSGD": "aggregators",
-    "TopK": "aggregators",
-    "aggregator": "methods",
-    "Backend": "collectives",
-    "CodedRing": "collectives",
-    "Collective": "collectives",
-    "DiLoCo": "local_update",
-    "Direct": "collectives",
-    "LocalSGD": "local_update",
-    "DistributedTransport": "transport",
-    "QuantizedRing": "collectives",
-    "Ring": "collectives",
-    "Testbed": "testbed",
-    "Transport": "transport",
-    "build": "methods",
-    "run_threads": "transport",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = lazily(
+    __name__,
+    {
+        "Accumulation": "accumulation",
+        "Aggregator": "aggregators",
+        "Cast": "aggregators",
+        "ErrorFeedback": "error_feedback",
+        "Mean": "aggregators",
+        "PowerSGD": "aggregators",
+        "TopK": "aggregators",
+        "aggregator": "methods",
+        "Backend": "collectives",
+        "CodedRing": "collectives",
+        "Collective": "collectives",
+        "DiLoCo": "local_update",
+        "Direct": "collectives",
+        "DistributedTransport": "transport",
+        "LocalSGD": "local_update",
+        "QuantizedRing": "collectives",
+        "Ring": "collectives",
+        "Testbed": "testbed",
+        "Transport": "transport",
+        "build": "methods",
+        "run_threads": "transport",
+    },
+)

@@ -19,6 +19,7 @@ from typing_extensions import override
 from taciturn.aggregators.base import Aggregator, Group
 from taciturn.collectives.base import Cost
 from taciturn.errors import InputError
+from taciturn.ranges import check_number
 from taciturn.transport import Transport
 
 __all__ = ["ErrorFeedback"]
@@ -69,8 +70,7 @@ class ErrorFeedback(Aggregator):
     def __post_init__(self) -> None:
         if self.dtype not in _DTYPES:
             raise InputError(f"dtype={self.dtype!r} of residuals: choose {' or '.join(_DTYPES)}")
-        if not self.growth_limit > 0:
-            raise InputError(f"growth_limit={self.growth_limit!r}: must be positive")
+        check_number("growth_limit", self.growth_limit, 0, above=True)
         if isinstance(self.inner, ErrorFeedback):
             raise InputError("error feedback around error feedback: wrap the aggregator once")
         self.bit_identical = self.inner.bit_identical

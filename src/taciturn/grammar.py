@@ -22,8 +22,8 @@ import difflib
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, NoReturn, TypeAlias, cast
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, NoReturn, TypeAlias, cast
 
 from taciturn.errors import InputError, MethodError
 from taciturn.units import parse_size
@@ -33,6 +33,7 @@ __all__ = [
     "Method",
     "MethodSpec",
     "Value",
+    "method_of",
     "nearest",
     "parse",
     "parse_list",
@@ -185,6 +186,25 @@ def spell(method: Method) -> str:
     """The method without blanks, its keys in the order in which they were given."""
     pairs = ",".join(f"{key}={spell_value(value)}" for key, value in method.options.items())
     return f"{method.name}:{pairs}" if pairs else method.name
+
+
+def method_of(name: str, config: Any) -> Method:
+    """The method that a config stands for: its fields are keys, None and defaults are left out.
+
+    Law: what is built from ``parse(spell(method_of(name, config)))`` equals ``config``
+    (``test_spelled_methods_build_the_same``).
+
+    Args:
+        name: the method's name.
+        config: a dataclass whose fields are the method's keys.
+    """
+    options = {
+        field.name: getattr(config, field.name)
+        for field in fields(config)
+        if field.init and getattr(config, field.name) not in (None, field.default)
+    }
+    method = Method("", name, options)
+    return replace(method, text=spell(method))
 
 
 def spell_value(value: Value) -> str:

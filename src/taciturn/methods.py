@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from taciturn import grammar
+from taciturn.collectives.codes.limits import LARGEST_EPS, MOST_COMPONENTS, MOST_PASSES
 from taciturn.errors import InputError, MethodError
 from taciturn.grammar import Key, Method, MethodSpec, Value, nearest, spell, spell_value
 
@@ -96,7 +97,10 @@ _TABLE: tuple[MethodSpec, ...] = (
         "backend",
         "The process group's own all_reduce, the baseline",
         "Backend",
-        (_wire("fp32", "fp16", "bf16"),),
+        (
+            _wire("fp32", "fp16", "bf16"),
+            Key("check", "bool", True, "ranks compare lengths and dtypes first; not in a bench"),
+        ),
     ),
     MethodSpec(
         "ring",
@@ -109,21 +113,31 @@ _TABLE: tuple[MethodSpec, ...] = (
         "Coded approximate ring (CERAR): each rank sends 1 + (N-2)/(passes N) buffers",
         "CodedRing",
         (
-            Key("passes", "int", 4, "trips round the ring; more: fewer bytes", minimum=1),
+            Key(
+                "passes",
+                "int",
+                None,
+                "trips round the ring; more: fewer bytes",
+                minimum=1,
+                maximum=MOST_PASSES,
+                unset="4",
+            ),
             Key(
                 "components",
                 "int",
                 None,
                 "parts of the buffer, for code=vandermonde",
                 minimum=3,
+                maximum=MOST_COMPONENTS,
                 unset="passes x N",
             ),
             Key(
                 "code",
                 "choice",
-                "polynomial",
+                None,
                 "fourier: for many passes and narrow wires",
                 choices=("polynomial", "fourier", "clustered", "optimized", "vandermonde"),
+                unset="polynomial",
             ),
             Key(
                 "eps",
@@ -131,24 +145,27 @@ _TABLE: tuple[MethodSpec, ...] = (
                 None,
                 "nearness of nodes; less: less spread, more rounding noise",
                 minimum=0,
+                maximum=LARGEST_EPS,
                 open=True,
                 unset="by the wire",
             ),
             Key(
                 "stretch",
                 "float",
-                1.0,
+                None,
                 "of code=fourier; less: less spread, worse condition",
                 minimum=0,
                 maximum=1,
                 open=True,
+                unset="1",
             ),
             Key(
                 "nodes",
                 "choice",
-                "near_one",
+                None,
                 "of code=vandermonde; roots: better condition",
                 choices=("near_one", "roots"),
+                unset="near_one",
             ),
             Key(
                 "decode",
@@ -229,7 +246,7 @@ _TABLE: tuple[MethodSpec, ...] = (
                 "float",
                 2.0,
                 "compress what shrinks by this factor at least",
-                minimum=1,
+                minimum=0,
             ),
             Key("warm_start", "bool", True, "start from the last step's factors"),
             _SEED,
@@ -252,9 +269,7 @@ _TABLE: tuple[MethodSpec, ...] = (
                 maximum=1,
                 open=True,
             ),
-            Key(
-                "sample", "int", 65536, "elements from which the threshold is guessed", minimum=1024
-            ),
+            Key("sample", "int", 65536, "elements from which the threshold is guessed", minimum=1),
             _SEED,
             Key("wire", "choice", "fp32", "number format of the values", choices=("fp32", "bf16")),
             _FEEDBACK,

@@ -53,6 +53,7 @@ from taciturn.aggregators.base import Aggregator, Group
 from taciturn.collectives.base import Collective, Cost
 from taciturn.collectives.ring import Ring
 from taciturn.errors import InputError, MismatchError, PeerError
+from taciturn.ranges import check_number, check_whole
 from taciturn.transport import Transport
 
 __all__ = ["PowerSGD"]
@@ -114,13 +115,9 @@ class PowerSGD(Aggregator):
     biased: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise InputError(f"rank={self.rank}: must be at least 1")
-        if not 0 <= self.min_saving < math.inf:
-            raise InputError(
-                f"min_saving={self.min_saving}: must be a number from 0 on; with 0 every matrix is "
-                "compressed"
-            )
+        check_whole("rank", self.rank, 1)
+        check_whole("seed", self.seed, 0)
+        check_number("min_saving", self.min_saving, 0, hint="with 0 every matrix is compressed")
         if self.alternate and not self.warm_start:
             raise InputError(
                 "alternate=True with warm_start=False: one exchange refreshes the factors of the "

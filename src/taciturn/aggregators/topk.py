@@ -14,6 +14,7 @@ from taciturn.aggregators.base import Aggregator, Group
 from taciturn.collectives.base import Cost, bounds
 from taciturn.collectives.pipeline import Chain, run_rounds, segments_for
 from taciturn.errors import InputError, MismatchError, PeerError
+from taciturn.ranges import check_number, check_whole
 from taciturn.transport import HEADER_BYTES, Header, Transport
 
 __all__ = ["TopK"]
@@ -79,16 +80,10 @@ class TopK(Aggregator):
     biased: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not 0 < self.ratio <= 1:
-            raise InputError(
-                f"ratio={self.ratio!r}: the share of elements that are sent must be above 0 and "
-                "at most 1; 0.001 to 0.1 are usual"
-            )
-        if self.sample < 1:
-            raise InputError(
-                f"sample={self.sample!r}: at least one element must be sampled; a number above the "
-                "size of every group turns sampling off"
-            )
+        check_number("ratio", self.ratio, 0, 1, above=True, hint="0.001 to 0.1 are usual")
+        off = "a number above the size of every group turns sampling off"
+        check_whole("sample", self.sample, 1, hint=off)
+        check_whole("seed", self.seed, 0)
         if self.wire not in _WIRES:
             raise InputError(f"wire={self.wire!r}: values can travel as {', '.join(_WIRES)}")
 

@@ -17,8 +17,6 @@ from taciturn.units import format_size
 
 __all__ = [
     "COPIES",
-    "MAX_COMPONENTS",
-    "MAX_PASSES",
     "MAX_REPEATS",
     "MAX_TIMEOUT_S",
     "MEMORY_SHARE",
@@ -30,8 +28,6 @@ __all__ = [
 
 MAX_REPEATS = 1_000_000  # every step of a run is listed before it, for the time left
 MAX_TIMEOUT_S = 86_400.0  # a day, which is also the longest run
-MAX_PASSES = 1024  # the codec's matrices grow with the square; building them takes minutes already
-MAX_COMPONENTS = 16_384  # the codec's matrices of so many take 2 GiB each
 COPIES = 9
 """Sizes of the buffer that a rank holds at once while it sums the inputs exactly: the input, then
 in float64 the total, the input, the mean and their difference (``measure._truth``)."""

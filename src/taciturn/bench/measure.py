@@ -17,7 +17,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime, timedelta
 from importlib import metadata
 from typing import Any, NamedTuple
@@ -40,7 +40,7 @@ from taciturn.bench.columns import (
 )
 from taciturn.bench.inputs import Input, make_input
 from taciturn.collectives import CodedRing, Collective, Cost
-from taciturn.errors import InputError, PeerError, TaciturnError
+from taciturn.errors import InputError, MismatchError, PeerError, TaciturnError
 from taciturn.testbed import interface_counters
 from taciturn.transport import DistributedTransport
 
@@ -324,6 +324,30 @@ def _errors(result: torch.Tensor, truth: _Truth, data: Input, ranks: _Ranks) -> 
     return row
 
 
+def _agree(job: Job, ranks: _Ranks) -> None:
+    """Raise MismatchError, on every rank, unless all were given the same job."""
+    mine, *others = (asdict(replace(other, command="")) for other in ranks.gather(job))
+    for rank, other in enumerate(others, start=1):
+        keys = [key for key, value in mine.items() if other[key] != value]
+        if keys:
+            told = "; ".join(f"{key} {mine[key]!r} and {other[key]!r}" for key in keys)
+            raise MismatchError(
+                f"ranks 0 and {rank} were given different jobs: {told}. Start all ranks with the "
+                "same command"
+            )
+
+
+def _make(text: str) -> Collective:
+    """The collective that the text names; the backend as it is by itself, unless told otherwise.
+
+    What others are measured against must not pay for a check of ours. Here the ranks have agreed.
+    """
+    method = methods.parse(text)
+    if method.name == "backend":
+        method = replace(method, options={"check": False, **method.options})
+    return methods.build(method)
+
+
 def _guess_s(job: Job, ranks: int, size_bytes: int, cost: Cost | None) -> float:
     """Rough seconds of one call before any has been timed."""
     sent = cost.sent_bytes if cost else 2 * (ranks - 1) / ranks * size_bytes
@@ -483,7 +507,8 @@ def measure(job: Job, report: Callable[[Progress], None] | None = None) -> list[
         PeerError, MismatchError: a rank died, went silent, or runs another job.
     """
     ranks = _join(job)
-    collectives = [methods.build(text) for text in job.methods]
+    _agree(job, ranks)
+    collectives = [_make(text) for text in job.methods]
     conditions = _conditions(job)
     clock = _Clock(Eta(_steps(job, ranks, collectives)), report)
     rows: list[Row] = []

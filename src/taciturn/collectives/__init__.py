@@ -6,8 +6,9 @@ needs no torch, can be used without it.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from taciturn.lazy import lazily
 
 if TYPE_CHECKING:
     from taciturn.collectives.backend import Backend
@@ -29,20 +30,17 @@ __all__ = [
     "reduce_scatter",
 ]
 
-_HOMES = {
-    "Backend": "backend",
-    "CodedRing": "coded_ring",
-    "Collective": "base",
-    "Cost": "base",
-    "Direct": "direct",
-    "QuantizedRing": "quantized_ring",
-    "Ring": "ring",
-    "all_gather": "ring",
-    "reduce_scatter": "ring",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = lazily(
+    __name__,
+    {
+        "Backend": "backend",
+        "CodedRing": "coded_ring",
+        "Collective": "base",
+        "Cost": "base",
+        "Direct": "direct",
+        "QuantizedRing": "quantized_ring",
+        "Ring": "ring",
+        "all_gather": "ring",
+        "reduce_scatter": "ring",
+    },
+)

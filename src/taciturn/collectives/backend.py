@@ -9,6 +9,7 @@ import torch
 from typing_extensions import override
 
 from taciturn.collectives.base import Collective, Cost
+from taciturn.collectives.ring import ring_neighbours
 from taciturn.errors import InputError
 from taciturn.transport import DistributedTransport, Header, Transport
 
@@ -22,15 +23,20 @@ class Backend(Collective):
     """``torch.distributed.all_reduce`` of gloo, NCCL or whatever backend the group has.
 
     Needs a :class:`DistributedTransport`. What it sends is its own affair: its messages and bytes
-    are not counted, and its lengths and dtypes are not checked beforehand.
+    are not counted; the headers that the ranks exchange first are.
 
     Args:
         wire: cast to this dtype for the exchange ("bf16", "fp16", "fp32"); None: as it is. Of a
             residual only the cast is known; what the backend rounds on the way is lost.
+        check: each rank sends its successor a header first, one short message and its latency per
+            call, since gloo aborts the process where lengths or dtypes differ. False for ranks that
+            are known to agree, such as those of a measurement.
     """
 
     wire: str | None = None
+    check: bool = True
 
+    name: ClassVar[str] = "backend"
     bit_identical: ClassVar[bool] = True
     mean_exact: ClassVar[bool] = True
     integers: ClassVar[bool] = True
@@ -52,6 +58,11 @@ class Backend(Collective):
                 "the backend's own all-reduce needs a torch.distributed group: "
                 "use DistributedTransport, or another collective"
             )
+        if self.check:
+            # Of two neighbours that differ, the successor finds it and stays away. Those that agree
+            # with their predecessor may begin: gloo's ring takes data between neighbours only, so
+            # it never passes between two that differ, and ends when who stayed away closes.
+            transport.agree(header, *([n] for n in ring_neighbours(transport)))
         if self.wire is None or _WIRES[self.wire] == flat.dtype:
             transport.backend_all_reduce(flat)
             return

@@ -11,7 +11,8 @@ Laws, each a test of the same name in ``tests/test_collectives.py`` that runs ov
 - *mean-exact*: where claimed, the mean over ranks of what they end with is the sum, up to rounding.
 - *non-finite*: a NaN or infinity on one rank makes its element non-finite on every rank alike.
 - *disagreement*: different lengths, dtypes or methods are an error on every rank, and no data
-  passes between ranks that disagree.
+  passes between ranks that disagree. (A rank with an empty buffer whose neighbours have none either
+  waits for nobody: it learns of it in its next call.)
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from typing_extensions import override
 
 from taciturn.errors import InputError, MismatchError, PeerError
+from taciturn.grammar import Method, method_of
 from taciturn.transport import HEADER_BYTES, Header, Transport
 
 __all__ = ["Collective", "Cost", "bounds", "ceil_div", "header_cost", "is_dense", "real_numel"]
@@ -51,10 +54,12 @@ class Collective(ABC):
     """An all-reduce: sums buffers over the ranks of a transport.
 
     Concrete classes are dataclasses whose fields are the keys of the method grammar, shorthands
-    such as ``bits`` excepted. One object
-    belongs to one rank; it may hold state, such as the counter of a shuffled ring order.
+    such as ``bits`` excepted; ``str`` writes one as a method. One object belongs to one rank; it
+    may hold state, such as the counter of a shuffled ring order.
     """
 
+    name: ClassVar[str]
+    """The method's name in the grammar."""
     exact: ClassVar[bool] = False
     """The result is the sum in the buffer's own arithmetic."""
     bit_identical: ClassVar[bool] = False
@@ -63,6 +68,15 @@ class Collective(ABC):
     """Replicas may differ; their mean over ranks is the sum up to rounding."""
     integers: ClassVar[bool] = False
     """Integer buffers are summed too (with wrap-around, as everywhere in torch)."""
+
+    @property
+    def method(self) -> Method:
+        """This collective as a method: the keys that are not at their defaults."""
+        return method_of(self.name, self)
+
+    @override
+    def __str__(self) -> str:
+        return self.method.text
 
     def all_reduce(
         self,
@@ -139,7 +153,7 @@ class Collective(ABC):
         if transport.size > 1:
             real = torch.view_as_real(flat).view(-1) if flat.dtype in _COMPLEX else flat
             self._check_dtype(buffer.dtype)
-            header = Header(repr(self), real.numel(), str(buffer.dtype), _layout(buffer),
+            header = Header(str(self), real.numel(), str(buffer.dtype), _layout(buffer),
                             transport.calls)  # fmt: skip
             self._sum(real, transport, header, residual)
         _write_back(buffer, flat)

@@ -26,17 +26,22 @@ from typing_extensions import override
 from taciturn.collectives import products
 from taciturn.collectives.base import Collective, Cost, bounds, header_cost, real_numel
 from taciturn.collectives.coded_chain import Arena, CodedChain, InPlaceChain, Layout, is_native
-from taciturn.collectives.codes import Code, choose, design, rounding_of
+from taciturn.collectives.codes import Code, Own, choose, design, rounding_of
 from taciturn.collectives.pipeline import run_rounds, segments_for
 from taciturn.collectives.quantized_ring import QuantizedRing, call_seed, counter_from
 from taciturn.collectives.ring import Ring, check_segments, ring_neighbours
 from taciturn.collectives.wires import Rounding, Wire, make_wire
 from taciturn.errors import InputError
+from taciturn.ranges import check_number, check_whole
 from taciturn.transport import Header, Transport
 
 __all__ = ["CodedRing", "ring_order"]
 
 logger = logging.getLogger(__name__)
+
+_BUDGETS = ("spread_budget", "mean_error_budget")
+_CHOSEN = ("passes", "components", "code", "eps", "stretch", "nodes", "orthonormal")
+"""What budgets choose, or would have to."""
 
 
 @dataclass(eq=False)
@@ -48,13 +53,15 @@ class CodedRing(Collective):
 
     Args:
         passes: p, trips of each message round the ring; more send less and take more rounds.
+            4 if None, or chosen by the budgets.
         components: c of the Vandermonde code, which need not be a multiple of N; else None.
-        code: "polynomial", "clustered", "fourier", "optimized" or "vandermonde".
+        code: "polynomial", "clustered", "fourier", "optimized" or "vandermonde". The first if None,
+            or chosen by the budgets.
         eps: nearness of the nodes; smaller lowers the spread and raises the rounding noise.
             Chosen for the wire if None.
         stretch: of the Fourier code's frequencies, in (0, 1]; smaller lowers the spread and raises
-            the condition number.
-        nodes: of the Vandermonde code, "near_one" or "roots".
+            the condition number. 1 if None, or chosen by the budgets.
+        nodes: of the Vandermonde code, "near_one" or "roots"; the first if None.
         decode: "centred" (the mean over ranks is exact) or "least_squares" (each replica is a
             little closer).
         orthonormal: orthonormalise the table; chosen for the wire if None.
@@ -68,20 +75,21 @@ class CodedRing(Collective):
         rounding: "nearest" or "stochastic".
         segments: pieces of each message, pipelined; chosen from the message size if None.
         inplace: work within the buffer: storage of at most 1 + N/c buffers, a little more spread.
-        spread_budget: if given, code, passes, eps and stretch are chosen: the fewest bytes whose
-            expected spread is at most this (relative to the rms of the sum).
+        spread_budget: if given, code, passes, eps and stretch are chosen, and must not be given
+            too: the fewest bytes whose expected spread is at most this (relative to the rms of the
+            sum).
         mean_error_budget: the same for the expected error of the mean over ranks.
 
     Raises:
         InputError, CodeError: parameters that admit no code.
     """
 
-    passes: int = 4
+    passes: int | None = None
     components: int | None = None
-    code: str = "polynomial"
+    code: str | None = None
     eps: float | None = None
-    stretch: float = 1.0
-    nodes: str = "near_one"
+    stretch: float | None = None
+    nodes: str | None = None
     decode: str = "centred"
     orthonormal: bool | None = None
     shuffle: bool = False
@@ -100,6 +108,7 @@ class CodedRing(Collective):
     )
     _arena: Arena = field(default_factory=Arena, init=False, repr=False)
 
+    name: ClassVar[str] = "coded"
     mean_exact: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -110,28 +119,44 @@ class CodedRing(Collective):
                 "use int8, or quantized:bits=4"
             )
         make_wire(self.wire, torch.float32, block=self.block, rounding=self.rounding)
-        if self.ranks_per_host < 1:
-            raise InputError(f"ranks_per_host={self.ranks_per_host}: must be at least 1")
-        for name in ("spread_budget", "mean_error_budget"):
-            budget = getattr(self, name)
-            if budget is not None and not budget > 0:
-                raise InputError(f"{name}={budget}: must be positive, or left out")
+        check_whole("seed", self.seed, 0)
+        check_whole("ranks_per_host", self.ranks_per_host, 1)
+        budgets = [name for name in _BUDGETS if getattr(self, name) is not None]
+        for name in budgets:
+            check_number(name, getattr(self, name), 0, above=True, hint="or leave it out")
         products.prepare()
-        self._design(3, torch.float32)  # raises for parameters that no code has
+        if budgets:
+            self._refuse_beside(budgets)
+        else:
+            code = self._design(3, torch.float32)  # raises for what no code has
+            if not code.shared:  # whose clusters of nodes are smaller the more ranks there are
+                code.decoders()
 
     # -- which code
 
+    def _refuse_beside(self, budgets: list[str]) -> None:
+        """Raise for what the budgets would choose, or take no account of."""
+        given = [name for name in _CHOSEN if getattr(self, name) is not None]
+        given += ["decode"] * (self.decode != "centred")
+        if given:
+            told = ", ".join(f"{name}={getattr(self, name)!r}" for name in given)
+            raise InputError(
+                f"{told} beside {' and '.join(budgets)}: budgets choose the code with its "
+                f"parameters, decoded centred; drop {' and '.join(given)}, or "
+                f"{' and '.join(budgets)}"
+            )
+
     def _design(self, ranks: int, dtype: torch.dtype) -> Code:
         return design(
-            self.code,
+            "polynomial" if self.code is None else self.code,
             ranks,
-            self.passes,
+            4 if self.passes is None else self.passes,
             eps=self.eps,
-            stretch=self.stretch,
+            stretch=1.0 if self.stretch is None else self.stretch,
             decode=self.decode,
             orthonormal=self.orthonormal,
             components=self.components,
-            nodes=self.nodes,
+            nodes="near_one" if self.nodes is None else self.nodes,
             rounding=self._rounding_error(dtype),
         )
 
@@ -164,14 +189,15 @@ class CodedRing(Collective):
             wire_itemsize=wire.nbytes(4096) / 4096,
             spread_budget=self.spread_budget,
             mean_error_budget=self.mean_error_budget,
+            own=self._own,
         )
         if choice.code is not None:
             return choice.code, choice.reason
-        return None, f"{choice.reason} ({self._plain(dtype, ranks)!r})"
+        return None, f"{choice.reason} ({self._plain(dtype, ranks)})"
 
     def _warn_of_noise(self, code: Code, dtype: torch.dtype) -> None:
         """Say aloud that roundings drown the sum: it is no error, since codes are also studied."""
-        noise = code.expected(self._rounding_error(dtype)).mean_error
+        noise = code.expected(self._rounding_error(dtype), self._own).mean_error
         if not noise < 1:
             logger.warning(
                 "%s: its decoder amplifies the wire's roundings to %.2g times the sum, so that the "
@@ -192,6 +218,11 @@ class CodedRing(Collective):
         if self.wire is None or too_coarse or not narrow:
             return Ring(segments=self.segments)
         return QuantizedRing(self.wire, self.block, self.rounding, self.segments, self.seed)
+
+    @property
+    def _own(self) -> Own:
+        """Which decoding is used: in place, a rank's own components are gone."""
+        return "fresh" if self.inplace else "exact"
 
     def _rounding_error(self, dtype: torch.dtype) -> float:
         """Return the rms relative error of one rounding on the wire."""
@@ -226,8 +257,8 @@ class CodedRing(Collective):
             peers_to.append(successor)
             peers_from.append(predecessor)
         # Every rank has designed the code for itself: what it came to goes into the header.
-        agreed = f"{header.method} call {call} code {code.fingerprint}"
-        transport.agree(replace(header, method=agreed), peers_to, peers_from)
+        state = f"call {call}, code {code.fingerprint:08x}"
+        transport.agree(replace(header, state=state), peers_to, peers_from)
         wire = self._wire(flat.dtype, flat.device, call_seed(self.seed, transport.rank, call))
         layout = Layout(code, flat.numel(), self.inplace)
         segments = self._segments(layout, wire)

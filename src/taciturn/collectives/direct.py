@@ -19,7 +19,9 @@ from taciturn.collectives.base import (
 from taciturn.collectives.pipeline import segments_for
 from taciturn.collectives.quantized_ring import call_seed, counter_from
 from taciturn.collectives.ring import check_segments, ring_chunks
-from taciturn.collectives.wires import Message, Rounding, Wire, make_wire
+from taciturn.collectives.wires import WIRES, Message, Rounding, Wire, make_wire
+from taciturn.errors import InputError
+from taciturn.ranges import check_whole
 from taciturn.transport import Header, Request, Transport
 
 __all__ = ["Direct"]
@@ -50,10 +52,14 @@ class Direct(Collective):
     seed: int = 0
     _calls: int = field(default=0, init=False, repr=False)
 
+    name: ClassVar[str] = "direct"
     bit_identical: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_segments(self.segments)
+        check_whole("seed", self.seed, 0)
+        if self.wire not in WIRES:
+            raise InputError(f"wire={self.wire!r}: choose one of {', '.join(WIRES)}")
         make_wire(self.wire, torch.float32, block=self.block, rounding=self.rounding)
 
     def _wire(self, dtype: torch.dtype, device: torch.device | None, seed: int) -> Wire:

@@ -23,6 +23,7 @@ from taciturn.collectives.base import (
 )
 from taciturn.collectives.pipeline import Chain, run_rounds, segments_for
 from taciturn.errors import InputError
+from taciturn.ranges import check_whole
 from taciturn.transport import Header, Transport
 
 __all__ = ["Ring", "all_gather", "reduce_scatter"]
@@ -38,6 +39,7 @@ class Ring(Collective):
 
     segments: int | None = None
 
+    name: ClassVar[str] = "ring"
     exact: ClassVar[bool] = True
     bit_identical: ClassVar[bool] = True
     mean_exact: ClassVar[bool] = True
@@ -169,8 +171,8 @@ class _Shifted(Chain):
 
 def check_segments(segments: int | None) -> None:
     """Raise InputError unless ``segments`` is None or a usable number."""
-    if segments is not None and not 1 <= segments <= 1024:
-        raise InputError(f"segments={segments}: must be between 1 and 1024")
+    if segments is not None:
+        check_whole("segments", segments, 1, 1024)
 
 
 def ring_neighbours(transport: Transport) -> tuple[int, int]:

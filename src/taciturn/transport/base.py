@@ -13,7 +13,7 @@ import torch
 from taciturn.errors import MismatchError
 from taciturn.ledger import Ledger
 
-__all__ = ["HEADER_BYTES", "HEADER_TAG", "Header", "Request", "Transport"]
+__all__ = ["HEADER_BYTES", "HEADER_TAG", "LONGEST_TIMEOUT_S", "Header", "Request", "Transport"]
 
 HEADER_BYTES = 40
 """Size of the header that precedes the data of every collective: five 64-bit integers."""
@@ -22,24 +22,30 @@ HEADER_TAG = 1 << 20
 """Tag of headers, far above any segment's number."""
 
 
+LONGEST_TIMEOUT_S = 1e6
+"""Eleven days. Backends count time-outs in whole nanoseconds, of which there are not many more."""
+
+
 @dataclass(frozen=True)
 class Header:
     """What the ranks must agree on before data moves."""
 
     method: str
-    """The collective with its parameters; compared by checksum."""
+    """The collective with its parameters, as a method is written; compared by checksum."""
     numel: int
     dtype: str
     layout: int = 0
     """0 for contiguous memory, else a checksum of shape and strides: memory order must agree."""
     call: int = 0
     """Number of the call on this transport."""
+    state: str = ""
+    """What else the method must agree on, in words; compared together with it."""
 
     def encode(self) -> torch.Tensor:
         """Return the header as an int64 tensor, shape (5,)."""
         return torch.tensor(
             [
-                zlib.crc32(self.method.encode()),
+                zlib.crc32(f"{self.method} {self.state}".encode()),
                 self.numel,
                 zlib.crc32(self.dtype.encode()),
                 self.layout,
@@ -63,7 +69,9 @@ class Header:
         elif mine[3] != theirs[3]:
             what = f"ranks {rank} and {peer} hold their elements in different memory order"
         elif mine[0] != theirs[0]:
-            what = f"rank {rank} runs {self.method!r}, rank {peer} runs another method"
+            what = f"rank {rank} runs {self.method!r}, rank {peer} another method"
+            if self.state:
+                what = f"{what}, or the same with another state than {self.state!r}"
         else:
             what = f"rank {rank} is at call {mine[4]}, rank {peer} at call {theirs[4]}"
         return (

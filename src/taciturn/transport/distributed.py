@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, ClassVar, Literal, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,8 @@ from torch.distributed.distributed_c10d import (
 from typing_extensions import override
 
 from taciturn.errors import InputError, MismatchError, PeerError, TaciturnError
-from taciturn.transport.base import HEADER_TAG, Request, Transport
+from taciturn.ranges import check_number
+from taciturn.transport.base import HEADER_TAG, LONGEST_TIMEOUT_S, Request, Transport
 from taciturn.transport.reports import (
     REPORT_MAX_S,
     REPORT_SHARE,
@@ -29,6 +30,8 @@ from taciturn.transport.reports import (
     Report,
     Verdict,
     decide,
+    error_of,
+    report_of,
 )
 
 __all__ = ["DistributedTransport"]
@@ -72,8 +75,8 @@ class DistributedTransport(Transport):
         timeout_s: every failure is an error on every rank within this many seconds.
 
     Raises:
-        InputError: torch.distributed is not initialised, this rank is not in ``group``, or the
-            time-out is not positive.
+        InputError: torch.distributed is not initialised, this rank is not in ``group``, or
+            ``timeout_s`` is no time-out.
     """
 
     _made: ClassVar[Counter[tuple[int, ...]]] = Counter()
@@ -85,8 +88,7 @@ class DistributedTransport(Transport):
                 "torch.distributed is not initialised: call init_process_group first, "
                 "or start the program with torchrun"
             )
-        if not timeout_s > 0:
-            raise InputError(f"timeout_s={timeout_s!r} must be positive")
+        check_number("timeout_s", timeout_s, 0, LONGEST_TIMEOUT_S, above=True)
         members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
         if dist.get_rank() not in members:
             raise InputError(
@@ -238,8 +240,7 @@ class DistributedTransport(Transport):
     def fail(self, error: Exception) -> NoReturn:
         if self._failure is not None:
             raise error
-        mismatch = isinstance(error, MismatchError)
-        self._report("mismatch" if mismatch else "error", str(error), suspect=None)
+        self._report(report_of(error, self.calls, self.round))
         if isinstance(error, MismatchError):
             raise self._settle() from None
         self._failure = PeerError(f"this transport failed: {error}. Make a new one")
@@ -253,17 +254,19 @@ class DistributedTransport(Transport):
         if self._failure is not None:
             raise self._failure
         silent = "Timed out" in str(cause) or "timeout" in str(cause).lower()
-        self._report("silent" if silent else "closed", str(cause), suspect=peer)
+        self._report(
+            Report(
+                kind="silent" if silent else "closed",
+                text=str(cause),
+                suspect=peer,
+                call=self.calls,
+                round=self.round,
+            )
+        )
         raise self._settle(patient=peer is None) from cause
 
-    def _report(
-        self,
-        kind: Literal["silent", "closed", "error", "mismatch"],
-        text: str,
-        suspect: int | None,
-    ) -> None:
+    def _report(self, report: Report) -> None:
         """Post this rank's report, then close its connections, which wakes its neighbours."""
-        report = Report(kind=kind, text=text, suspect=suspect, call=self.calls, round=self.round)
         with suppress(RuntimeError):  # the store may have died with its holder; _settle says so
             self._store.set(f"report/{self.rank}", json.dumps(report))
         if self._closes_on_timeout and self.size > 1:
@@ -305,11 +308,7 @@ class DistributedTransport(Transport):
                 "text": "a rank was lost, and with it the store that the ranks report to; "
                 "the process that held it (usually rank 0) has probably died",
             }
-        if verdict["kind"] == "mismatch":
-            self._failure = MismatchError(verdict["text"])
-        else:
-            text = f"{verdict['text']} (seen by rank {self.rank} in round {self.round})"
-            self._failure = PeerError(text, verdict["ranks"], self.round)
+        self._failure = error_of(verdict, self.rank, self.round)
         return self._failure
 
 

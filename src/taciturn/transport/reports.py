@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal, TypedDict
 
-__all__ = ["REPORT_MAX_S", "REPORT_SHARE", "WAIT_SHARE", "Report", "Verdict", "decide"]
+from taciturn.errors import MismatchError, PeerError
+
+__all__ = [
+    "REPORT_MAX_S",
+    "REPORT_SHARE",
+    "WAIT_SHARE",
+    "Report",
+    "Verdict",
+    "decide",
+    "error_of",
+    "report_of",
+]
 
 # Shares of ``timeout_s``. A wait gives up early so that the reports of all ranks can be read and
 # the error raised before the time-out that the caller was promised.
@@ -33,6 +44,20 @@ class Verdict(TypedDict):
     kind: Literal["mismatch", "peer"]
     ranks: list[int]
     text: str
+
+
+def report_of(error: BaseException, call: int, round: int) -> Report:
+    """Return the report of a rank that cannot go on because of its own ``error``."""
+    kind: Literal["mismatch", "error"] = "mismatch" if isinstance(error, MismatchError) else "error"
+    return {"kind": kind, "text": str(error), "suspect": None, "call": call, "round": round}
+
+
+def error_of(verdict: Verdict, rank: int, round: int) -> MismatchError | PeerError:
+    """Return what ``rank``, which had come to ``round``, raises for a verdict."""
+    if verdict["kind"] == "mismatch":
+        return MismatchError(verdict["text"])
+    text = f"{verdict['text']} (seen by rank {rank} in round {round})"
+    return PeerError(text, verdict["ranks"], round)
 
 
 def decide(reports: Mapping[int, Report], size: int, timeout_s: float) -> Verdict:

@@ -9,9 +9,16 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from typing_extensions import override
 
-from taciturn.errors import InputError, MismatchError, PeerError
-from taciturn.transport.base import Request, Transport
-from taciturn.transport.reports import REPORT_SHARE, WAIT_SHARE
+from taciturn.ranges import check_number, check_whole
+from taciturn.transport.base import LONGEST_TIMEOUT_S, Request, Transport
+from taciturn.transport.reports import (
+    REPORT_SHARE,
+    WAIT_SHARE,
+    Verdict,
+    decide,
+    error_of,
+    report_of,
+)
 
 __all__ = ["ThreadTransport", "run_threads"]
 
@@ -27,8 +34,16 @@ class _World:
         self.changed = threading.Condition()
         self.sent: dict[tuple[int, int, int], list[_Letter]] = {}
         self.awaited: dict[tuple[int, int, int], list[_Letter]] = {}
-        self.failure: tuple[int, BaseException] | None = None
+        self.failure: Verdict | None = None
         self.progress = [(0, 0)] * size
+
+    def fail(self, rank: int, error: BaseException) -> None:
+        """Note that ``rank`` cannot go on, unless another could not before it, and wake all."""
+        with self.changed:
+            if self.failure is None:
+                reports = {rank: report_of(error, *self.progress[rank])}
+                self.failure = decide(reports, self.size, self.timeout_s)
+            self.changed.notify_all()
 
 
 class _Letter:
@@ -118,10 +133,7 @@ class ThreadTransport(Transport):
 
     @override
     def fail(self, error: Exception) -> NoReturn:
-        with self.world.changed:
-            if self.world.failure is None:
-                self.world.failure = (self.rank, error)
-            self.world.changed.notify_all()
+        self.world.fail(self.rank, error)
         raise error
 
     def raise_failure(self) -> NoReturn:
@@ -133,14 +145,9 @@ class ThreadTransport(Transport):
                 key=lambda rank: world.progress[rank],
             )
             text = f"rank {behind} did not answer within {world.timeout_s:g} s"
-            world.failure = (behind, PeerError(text, [behind], self.round))
+            world.failure = {"kind": "peer", "ranks": [behind], "text": text}
             world.changed.notify_all()
-        rank, cause = world.failure
-        if isinstance(cause, MismatchError):
-            raise MismatchError(str(cause)) from None
-        if isinstance(cause, PeerError):
-            raise PeerError(str(cause), cause.ranks, self.round) from None
-        raise PeerError(f"rank {rank} failed: {cause}", [rank], self.round) from None
+        raise error_of(world.failure, self.rank, self.round) from None
 
 
 def run_threads(size: int, function: Callable[[Transport], T], timeout_s: float = 60.0) -> list[T]:
@@ -153,8 +160,8 @@ def run_threads(size: int, function: Callable[[Transport], T], timeout_s: float 
         function: what each rank does.
         timeout_s: a rank that waits longer than this for another raises PeerError.
     """
-    if not 1 <= size <= 64:
-        raise InputError(f"size={size}: between 1 and 64 threads can play ranks")
+    check_whole("size", size, 1, 64, hint="threads that play ranks")
+    check_number("timeout_s", timeout_s, 0, LONGEST_TIMEOUT_S, above=True)
     world = _World(size, timeout_s)
     results: list[Any] = [None] * size
     errors: list[BaseException | None] = [None] * size
@@ -164,10 +171,7 @@ def run_threads(size: int, function: Callable[[Transport], T], timeout_s: float 
             results[rank] = function(ThreadTransport(world, rank))
         except BaseException as error:
             errors[rank] = error
-            with world.changed:
-                if world.failure is None:
-                    world.failure = (rank, error)
-                world.changed.notify_all()
+            world.fail(rank, error)
 
     threads = [
         threading.Thread(target=play, args=(rank,), name=f"rank {rank}", daemon=True)
@@ -181,7 +185,6 @@ def run_threads(size: int, function: Callable[[Transport], T], timeout_s: float 
     for thread in threads:  # after a failure, one that never answers is left behind
         thread.join(timeout_s * REPORT_SHARE if world.failure is not None else None)
     if world.failure is not None:
-        first, cause = world.failure
-        own = errors[first]
-        raise own if own is not None else cause
+        own = errors[world.failure["ranks"][0]]
+        raise own or next(error for error in errors if error is not None)
     return results

@@ -9,8 +9,9 @@ from functools import lru_cache
 
 from taciturn.collectives.codes.constructions import EPS_GRID, design
 from taciturn.collectives.codes.errors import CodeErrors
-from taciturn.collectives.codes.model import Code
+from taciturn.collectives.codes.model import Code, Own
 from taciturn.errors import CodeError
+from taciturn.ranges import check_number, check_whole
 
 __all__ = ["Choice", "choose"]
 
@@ -49,6 +50,7 @@ def choose(
     spread_budget: float | None = None,
     mean_error_budget: float | None = None,
     min_message_bytes: int = 16384,
+    own: Own = "exact",
 ) -> Choice:
     """Return the code that sends the fewest bytes within the budgets, or None for the plain ring.
 
@@ -69,6 +71,7 @@ def choose(
         spread_budget: largest spread allowed; None for any.
         mean_error_budget: largest mean error allowed; None for any.
         min_message_bytes: least size of a message.
+        own: which decoding the errors are those of, see ``Code.decoders``: "fresh" in place.
 
     Raises:
         CodeError: a budget that is not positive, or sizes that make no sense.
@@ -77,13 +80,13 @@ def choose(
         ("spread_budget", spread_budget),
         ("mean_error_budget", mean_error_budget),
     ):
-        if budget is not None and not budget > 0:
-            raise CodeError(f"{name} {budget} is impossible: give a number > 0, or None for any")
-    if ranks < 1 or numel < 0 or not wire_itemsize > 0 or min_message_bytes < 1:
-        raise CodeError(
-            f"ranks {ranks}, numel {numel}, wire_itemsize {wire_itemsize}, min_message_bytes "
-            f"{min_message_bytes}: give ranks >= 1, numel >= 0 and positive sizes"
-        )
+        if budget is not None:
+            check_number(name, budget, 0, above=True, hint="None for any", error=CodeError)
+    check_whole("ranks", ranks, 1, error=CodeError)
+    check_number("wire_rounding", wire_rounding, 0, error=CodeError)
+    check_whole("numel", numel, 0, error=CodeError)
+    check_number("wire_itemsize", wire_itemsize, 0, above=True, error=CodeError)
+    check_whole("min_message_bytes", min_message_bytes, 1, error=CodeError)
     if ranks < 3:
         return Choice(None, f"plain ring: with {ranks} ranks it already sends the least possible")
     most = int(numel * wire_itemsize / (ranks * min_message_bytes))
@@ -100,16 +103,18 @@ def choose(
         _Budgets(
             math.inf if spread_budget is None else spread_budget,
             math.inf if mean_error_budget is None else mean_error_budget,
+            own,
         ),
     )
 
 
 @dataclass(frozen=True)
 class _Budgets:
-    """Largest errors allowed; infinite where any is."""
+    """Largest errors allowed, infinite where any is, and of which decoding."""
 
     spread: float
     mean: float
+    own: Own
 
     def met_by(self, errors: CodeErrors) -> bool:
         return errors.spread <= self.spread and errors.mean_error <= self.mean
@@ -161,7 +166,7 @@ def _best(
     """The cheapest that meets the budgets; the first of equals, up to a millionth."""
     best: tuple[Code, CodeErrors] | None = None
     for code in codes:
-        errors = code.expected(rounding)
+        errors = code.expected(rounding, budgets.own)
         if budgets.met_by(errors) and (
             best is None or budgets.cost(errors) < budgets.cost(best[1]) * (1 - 1e-6)
         ):
@@ -199,7 +204,7 @@ def _searched(
     code = _try("optimized", ranks, passes, rounding=rounding)
     if code is None:
         return None
-    errors = code.expected(rounding)
+    errors = code.expected(rounding, budgets.own)
     if budgets.met_by(errors):
         return code, errors
     if errors.replica_error > math.hypot(budgets.spread, budgets.mean):
@@ -208,7 +213,7 @@ def _searched(
     code = _try("optimized", ranks, passes, rounding=emphasis * rounding)
     if code is None:
         return None
-    errors = code.expected(rounding)
+    errors = code.expected(rounding, budgets.own)
     return (code, errors) if budgets.met_by(errors) else None
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
 from typing import TypeAlias
@@ -31,9 +31,11 @@ from numpy.typing import NDArray
 
 from taciturn.collectives.codes import tables
 from taciturn.collectives.codes.errors import rounding_of
+from taciturn.collectives.codes.limits import LARGEST_EPS, MOST_COMPONENTS, MOST_PASSES
 from taciturn.collectives.codes.model import Code
 from taciturn.collectives.codes.search import search_shape
 from taciturn.errors import CodeError
+from taciturn.ranges import check_number, check_whole
 
 __all__ = ["CODES", "EPS_GRID", "CodeSpec", "design"]
 
@@ -111,7 +113,7 @@ def design(
     Args:
         code: a key of ``CODES``.
         ranks: N >= 1.
-        passes: p >= 1; p = 1 is the plain ring, V = 1, whatever the code.
+        passes: p, 1 to ``limits.MOST_PASSES``; p = 1 is the plain ring, V = 1, whatever the code.
         eps: > 0, nearness of the nodes: smaller keeps each replica closer to the sum and
             amplifies rounding more. None: see ``CODES``.
         stretch: in (0, 1], of the Fourier code's frequencies: smaller lowers the spread, and
@@ -120,7 +122,8 @@ def design(
         orthonormal: whether to orthonormalise the table's columns (QR, times sqrt(L + 1)), which
             keeps messages well scaled, at the price of a spread that eps no longer lowers.
             None: see ``CODES``.
-        components: c >= N, Vandermonde only, no multiple of N needed.
+        components: c >= N, Vandermonde only, no multiple of N needed, up to
+            ``limits.MOST_COMPONENTS``.
         nodes: Vandermonde only: "near_one", or "roots" for clusters at the N-th roots of unity.
         rounding: rms relative error of one wire rounding (see ``rounding_of``) for which to
             choose; None: fp32's.
@@ -130,11 +133,12 @@ def design(
         CodeError: an unknown code, or parameters for which there is none.
     """
     request = _Request(
-        code, ranks, passes, eps, float(stretch), decode, orthonormal, components, nodes,
+        code, ranks, passes, eps, stretch, decode, orthonormal, components, nodes,
         rounding_of("fp32") if rounding is None else rounding, condition_bound,
     )  # fmt: skip
     _check(request)
-    return _build(request)
+    # 1 and 1.0 are one code, with one fingerprint.
+    return _build(replace(request, eps=None if eps is None else float(eps), stretch=float(stretch)))
 
 
 @dataclass(frozen=True)
@@ -161,23 +165,22 @@ def _check(request: _Request) -> None:
         near = difflib.get_close_matches(str(r.code), CODES, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise CodeError(f"no code is called {r.code!r}: {hint}known are {', '.join(CODES)}")
-    for name in ("ranks", "passes", "components"):
-        value = getattr(r, name)
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if not (whole and value >= 1) and not (name == "components" and value is None):
-            raise CodeError(f"{name} {value!r} is impossible: give a whole number >= 1")
-    if r.eps is not None and not (r.eps > 0 and math.isfinite(r.eps)):
-        raise CodeError(f"eps {r.eps} is impossible: give a number > 0, such as 0.05")
-    if not 0 < r.stretch <= 1:
-        raise CodeError(f"stretch {r.stretch} is impossible: give a number in (0, 1]")
+    check_whole("ranks", r.ranks, 1, error=CodeError)
+    why = "beyond 64 each doubling saves less than a percent of the bytes"
+    check_whole("passes", r.passes, 1, MOST_PASSES, hint=why, error=CodeError)
+    if r.components is not None:
+        check_whole("components", r.components, 1, MOST_COMPONENTS, error=CodeError)
+    if r.eps is not None:
+        why = "0.001 to 1 are usual"
+        check_number("eps", r.eps, 0, LARGEST_EPS, above=True, hint=why, error=CodeError)
+    check_number("stretch", r.stretch, 0, 1, above=True, error=CodeError)
     if r.decode not in ("centred", "least_squares"):
         raise CodeError(f"decode {r.decode!r} is unknown: use 'centred' or 'least_squares'")
     if r.nodes not in ("near_one", "roots"):
         raise CodeError(f"nodes {r.nodes!r} are unknown: use 'near_one' or 'roots'")
-    if not (r.rounding >= 0 and math.isfinite(r.rounding)):
-        raise CodeError(f"rounding {r.rounding} is no relative error: give a number >= 0")
-    if r.condition_bound is not None and not r.condition_bound >= 1:
-        raise CodeError(f"condition_bound {r.condition_bound} is impossible: give a number >= 1")
+    check_number("rounding", r.rounding, 0, hint="it is a relative error", error=CodeError)
+    if r.condition_bound is not None:
+        check_number("condition_bound", r.condition_bound, 1, error=CodeError)
     given = {
         "eps": r.eps is not None,
         "stretch": r.stretch != 1,
@@ -223,7 +226,13 @@ def _build(request: _Request) -> Code:
 
     if r.code == "polynomial" and r.orthonormal is not False and r.eps is None:
         scaled = _chains(r, tables.polynomial(n, p, 1.0, True), orthonormal=True)
-        return scaled if r.orthonormal else min(_best(r, near), scaled, key=_error_on(r))
+        if r.orthonormal:
+            return scaled
+        try:
+            best = _best(r, near)
+        except CodeError:  # too many passes for any eps
+            return scaled
+        return min(best, scaled, key=_error_on(r))
     return _best(r, near) if r.eps is None else near(r.eps)
 
 
@@ -237,6 +246,11 @@ def _chains(
     shape: tables.Shape | None = None,
 ) -> Code:
     """The code in chains with this table."""
+    if not np.isfinite(table).all():
+        raise CodeError(
+            f"the table of {request.code} with {request.passes} passes on {request.ranks} ranks "
+            "exceeds float64: smaller eps, or fewer passes"
+        )
     return Code(
         name=request.code,
         ranks=request.ranks,
@@ -284,15 +298,16 @@ def _best(request: _Request, near: Callable[[float], Code]) -> Code:
     """The code with the largest eps of the grid at which the error stops falling."""
     error = _error_on(request)
     best: Code | None = None
+    lowest = math.inf
     for eps in EPS_GRID:
         try:
             code = near(eps)
-            worse = best is not None and error(code) >= error(best)
+            found = error(code)
         except CodeError:  # too large for these nodes, or so small that the code is singular
             continue
-        if worse:
+        if best is not None and found >= lowest:
             break
-        best = code
+        best, lowest = code, found
     if best is None:
         raise CodeError(
             f"no eps gives {request.ranks} ranks and {request.passes} passes a code that can be "

@@ -23,22 +23,30 @@ Array: TypeAlias = NDArray[np.float64]
 # Condition number above which the inverse is formed in exact arithmetic: float64's has few of its
 # 16 digits left there.
 _EXACT_ABOVE = 1e12
-# Size up to which that is quick (a tenth of a second).
-_LARGEST_EXACT = 32
+# Size^4 times the bits of an entry: up to here exact elimination takes at most 0.15 s. That is 20
+# passes of polynomials, 31 of clusters, 32 components of nodes near one. Polynomials of 32 passes
+# would take 2 to 6 s, for each rank and each eps that is tried, only to decode noise on any wire.
+_MOST_EXACT_WORK = 6e7
+_ILL_CONDITIONED = (
+    f"a decoding matrix of size {{}} with a condition number above {_EXACT_ABOVE:.0e}: "
+    "larger eps or stretch, fewer passes or components"
+)
 
 
-def centred(contributions: Array) -> tuple[Array, float]:
+def centred(contributions: Array, exact: bool = True) -> tuple[Array, float]:
     """Return the inverse of the mean over h of V_h, and the mean's condition number (2-norm).
 
     What all senders have in common is then decoded exactly, but for rounding.
 
     Args:
         contributions: V_h, shape (H, k, k).
+        exact: invert an ill-conditioned mean in exact integers, which is slow; else refuse it.
 
     Raises:
-        CodeError: the mean is singular, or too ill-conditioned for float64.
+        CodeError: the mean is singular, or too ill-conditioned.
     """
-    mean = contributions.mean(axis=0)
+    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused below
+        mean = contributions.mean(axis=0)
     try:
         # Transposed: LAPACK keeps |A X - I| small and decoding needs |D M - I| small.
         inverse = np.linalg.inv(mean.T).T
@@ -46,11 +54,8 @@ def centred(contributions: Array) -> tuple[Array, float]:
     except np.linalg.LinAlgError:
         condition = math.inf
     if not condition < _EXACT_ABOVE:
-        if len(mean) > _LARGEST_EXACT:
-            raise CodeError(
-                f"a decoding matrix of size {len(mean)} with a condition number above "
-                f"{_EXACT_ABOVE:.0e}: larger eps or stretch, fewer passes or components"
-            )
+        if not exact:
+            raise CodeError(_ILL_CONDITIONED.format(len(mean)))
         inverse = _exact_inverse_of_mean(contributions)
         condition = _condition(mean, inverse)
     return np.ascontiguousarray(inverse), condition
@@ -73,6 +78,8 @@ def least_squares(contributions: Array) -> Array:
 
 def _condition(matrix: Array, inverse: Array) -> float:
     """|A| |A^-1| in the 2-norm: right also where the small singular values of A are not."""
+    if not (np.isfinite(matrix).all() and np.isfinite(inverse).all()):
+        return math.inf
     return float(np.linalg.norm(matrix, 2) * np.linalg.norm(inverse, 2))
 
 
@@ -83,8 +90,14 @@ def _exact_inverse_of_mean(contributions: Array) -> Array:
     divides only where it goes (Bareiss) keeps them so.
     """
     count, order, _ = contributions.shape
+    # Columns are brought to one size first, exactly: powers of a small eps would make long numbers.
+    sizes = np.frexp(np.abs(contributions).max(axis=(0, 1)))[1]
+    contributions = np.ldexp(contributions, -sizes)
     exponents = np.frexp(contributions[contributions != 0])[1]
-    scale = 1 << max(0, 53 - int(exponents.min(initial=53)))
+    bits = max(0, 53 - int(exponents.min(initial=53)))
+    if order**4 * bits > _MOST_EXACT_WORK:
+        raise CodeError(_ILL_CONDITIONED.format(order))
+    scale = 1 << bits
     total = [
         [sum(_scaled(float(v), scale) for v in contributions[:, i, j]) for j in range(order)]
         for i in range(order)
@@ -109,13 +122,19 @@ def _exact_inverse_of_mean(contributions: Array) -> Array:
         previous = head[k]
     # rows = det [I | inverse of total], and the mean is total / (count scale)
     try:
-        return np.array(
+        inverse = np.array(
             [[x * count * scale / row[i] for x in row[order:]] for i, row in enumerate(rows)]
         )
     except OverflowError:
+        inverse = np.array(math.inf)
+    with np.errstate(over="ignore"):
+        inverse = np.ldexp(inverse, -sizes[:, None])
+    if not np.isfinite(inverse).all():
         raise CodeError(
             "the decoder exceeds float64: larger eps or stretch, fewer passes or components"
-        ) from None
+        )
+    result: Array = inverse
+    return result
 
 
 def _scaled(value: float, scale: int) -> int:

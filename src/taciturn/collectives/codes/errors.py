@@ -13,7 +13,7 @@ The errors are relative to the rms of the true sum, ``sqrt(N)`` for unit varianc
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from scipy.special import erf
 
 from taciturn.errors import CodeError
+from taciturn.ranges import check_whole
 
 __all__ = [
     "CodeErrors",
@@ -91,8 +92,7 @@ def rounding_of(wire: str, block: int = 128, rounding: str = "nearest") -> float
     if wire not in _LARGEST_LEVEL:
         known = ", ".join([*_SIGNIFICAND_BITS, *_LARGEST_LEVEL])
         raise CodeError(f"no rounding is known for the wire {wire!r}: use one of {known}")
-    if block < 1:
-        raise CodeError(f"a block of {block} values has no scale: give block >= 1")
+    check_whole("block", block, 1, error=CodeError)
     step = math.sqrt(_mean_square_of_largest(block)) / _LARGEST_LEVEL[wire]
     return factor * step * (1 + 2.0**-8 * math.log(2)) / math.sqrt(12)
 
@@ -107,7 +107,7 @@ def expected_in_chains(
     *,
     table: Array,
     decoders: Array,
-    contributions: Sequence[Array],
+    contributions: Iterable[Array],
     receive_rounds: Sequence[tuple[int, ...]],
     hops: Sequence[int],
     rounding: float,
@@ -130,13 +130,12 @@ def expected_in_chains(
         kept: whether the decoded message has itself been rounded at its own round.
     """
     ranks, order, _ = decoders.shape
-    off = np.zeros((ranks, ranks, order, order))  # W_h - I, by residue and hop
-    for w in range(ranks):
-        off[w, list(hops)] = decoders[w] @ contributions[w] - np.eye(order)
-    # sender b + d meets receiver b + w over (w - d) mod N hops
-    residues = np.arange(ranks)
-    drift = np.stack([off[residues, (residues - d) % ranks].sum(axis=0) for d in range(ranks)])
-
+    bias, drift = 0.0, np.zeros((ranks, order, order))
+    for w, contribution in enumerate(contributions):
+        off = decoders[w] @ contribution - np.eye(order)  # W_h - I
+        bias += float((off**2).sum())
+        # sender b + d meets receiver b + w over (w - d) mod N hops
+        drift[(w - np.asarray(hops)) % ranks] += off
     energy = rounding**2 * rounded_energy(table, ranks)
     gains = [
         gain_of_errors(decoder, rounds, len(table), kept)
@@ -145,7 +144,7 @@ def expected_in_chains(
     mean_gain = sum(gains) / ranks
     return _errors(
         ranks,
-        bias=float((off**2).sum()) / (ranks * order),
+        bias=bias / (ranks * order),
         mean_bias=float((drift**2).sum()) / (ranks**2 * order),
         noise=sum(float((energy * gain**2).sum()) for gain in gains) / (ranks * order),
         mean_noise=float((energy * mean_gain**2).sum()) / order,

@@ -18,6 +18,7 @@ from taciturn.collectives.codes import decoding
 from taciturn.collectives.codes.errors import CodeErrors, expected_in_chains, expected_shared
 from taciturn.collectives.codes.tables import Shape
 from taciturn.errors import CodeError
+from taciturn.ranges import check_number
 
 __all__ = ["Code", "Own"]
 
@@ -135,7 +136,7 @@ class Code:
         if own not in ("exact", "fresh"):
             raise CodeError(f"own {own!r} is unknown: use 'exact' or 'fresh'")
         if own not in self._decoders:
-            each = [self.contributions(w, own) for w in self.residues]
+            each = (self.contributions(w, own) for w in self.residues)  # large: one at a time
             if self.decode == "centred":
                 stack = np.stack([decoding.centred(v)[0] for v in each])
             else:
@@ -183,8 +184,7 @@ class Code:
                 p = 1..16).
             own: which decoding, as in ``decoders``.
         """
-        if not (rounding >= 0 and math.isfinite(rounding)):
-            raise CodeError(f"rounding {rounding} is no relative error: give a number >= 0")
+        check_number("rounding", rounding, 0, hint="it is a relative error", error=CodeError)
         if self.ranks == 1:
             return CodeErrors(0.0, 0.0, 0.0, math.nan, 0.0)
         decoders, kept = self.decoders(own), own == "fresh"
@@ -202,7 +202,7 @@ class Code:
         return expected_in_chains(
             table=self.table,
             decoders=decoders,
-            contributions=[self.contributions(w, own) for w in self.residues],
+            contributions=(self.contributions(w, own) for w in self.residues),
             receive_rounds=[self.receive_rounds(w) for w in self.residues],
             hops=self.hops(own),
             rounding=rounding,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import TypeAlias
 
 import numpy as np
@@ -37,6 +37,10 @@ _SCALES = (0, 2)  # axes of a point that are scales; exponents move in small ste
 _EXPONENT_STEP = 4
 _LEAST_GAIN = 1e-3
 _SAMPLED_RESIDUES = 4
+# Codes that float64 decodes only in exact arithmetic are of use on fp64 wires alone, and beyond so
+# many passes the search among them would take minutes.
+_EXACT_BELOW = 1e-12
+_MOST_PASSES_EXACT = 16
 
 
 def _shape(point: Point) -> Shape:
@@ -56,6 +60,7 @@ def search_shape(ranks: int, passes: int, rounding: float, condition_bound: floa
         condition_bound: largest condition number allowed.
     """
 
+    @cache  # the steps come back to where they were
     def objective(point: Point) -> float:
         return _replica_error(ranks, passes, _shape(point), rounding, condition_bound)
 
@@ -107,13 +112,14 @@ def _replica_error(
         return math.inf
     energy = rounding**2 * rounded_energy(table, ranks)
     hops = np.arange(1, ranks)
+    exact = rounding < _EXACT_BELOW and passes <= _MOST_PASSES_EXACT
     bias, noise = 0.0, 0.0
     residues = sorted({round(w) for w in np.linspace(0, ranks - 1, _SAMPLED_RESIDUES)})
     for w in residues:
         rounds = tuple(range(w if w == ranks - 1 else w + ranks, len(table), ranks))[:passes]
         contributions = table[np.asarray(rounds)[None, :] - hops[:, None]]
         try:
-            decoder, condition = decoding.centred(contributions)
+            decoder, condition = decoding.centred(contributions, exact)
         except CodeError:
             return math.inf
         if not condition <= condition_bound:

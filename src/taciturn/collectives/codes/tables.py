@@ -56,7 +56,8 @@ def polynomial(ranks: int, passes: int, eps: float, orthonormal: bool) -> Array:
     tau = _chain_times(ranks, passes)
     if orthonormal:  # the span is the same for every eps: start from a basis that is nearly there
         return _orthonormal(np.polynomial.legendre.legvander(tau / max(tau[-1], 1), passes - 1))
-    table: Array = np.vander(eps * tau / ranks, passes, increasing=True)
+    with np.errstate(over="ignore"):  # an infinite table is refused where codes are made
+        table: Array = np.vander(eps * tau / ranks, passes, increasing=True)
     return table
 
 

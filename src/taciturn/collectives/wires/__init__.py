@@ -27,7 +27,7 @@ from typing import Literal, get_args
 
 import torch
 
-from taciturn.collectives.wires.base import BlockLayout, Message, Rounding, Wire
+from taciturn.collectives.wires.base import BlockLayout, Message, Rounding, Wire, check_block
 from taciturn.collectives.wires.compiled_wires import CompiledBlocks, CompiledPlain
 from taciturn.collectives.wires.torch_wires import PLAIN_DTYPES, BlockScaled, Plain
 from taciturn.errors import InputError
@@ -55,13 +55,13 @@ def make_wire(
     Args:
         name: one of :data:`WIRES`, or None.
         dtype: floating dtype of the buffer; sums are formed in fp32, or in fp64 if it is fp64.
-        block: elements per scale of int8 and int4.
+        block: elements per scale of int8 and int4, a power of two.
         rounding: "nearest" or "stochastic" (unbiased, twice the variance).
         device: device of the messages, the CPU if None.
         seed: seed of the stochastic rounding.
 
     Raises:
-        InputError: no such wire, or a wire wider than the buffer.
+        InputError: no such wire, rounding or block.
     """
     device = device if device is not None else torch.device("cpu")
     compute = torch.float64 if dtype is torch.float64 else torch.float32
@@ -69,6 +69,7 @@ def make_wire(
         raise InputError(f"rounding={rounding!r}: choose 'nearest' or 'stochastic'")
     if name is not None and name not in WIRES:
         raise InputError(f"wire={name!r}: choose one of {', '.join(WIRES)}")
+    check_block(block)
     bits = _BITS.get(name)
     layout = BlockLayout(bits, block) if bits is not None else None
     on_wire = dtype if name is None else PLAIN_DTYPES.get(name, dtype)

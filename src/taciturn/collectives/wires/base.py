@@ -9,8 +9,17 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from taciturn.errors import InputError
+from taciturn.ranges import check_whole
 
-__all__ = ["LARGEST_BLOCK", "SMALLEST_SCALE", "BlockLayout", "Message", "Rounding", "Wire"]
+__all__ = [
+    "LARGEST_BLOCK",
+    "SMALLEST_SCALE",
+    "BlockLayout",
+    "Message",
+    "Rounding",
+    "Wire",
+    "check_block",
+]
 
 Rounding = Literal["nearest", "stochastic"]
 
@@ -140,6 +149,14 @@ LARGEST_BLOCK = 1 << 17
 """Elements of a block at most."""
 
 
+def check_block(block: int) -> None:
+    """Raise InputError unless so many elements can share a scale."""
+    usual = "64 to 256 are usual"
+    check_whole("block", block, 2, LARGEST_BLOCK, hint=f"a power of two; {usual}")
+    if LARGEST_BLOCK % block:
+        raise InputError(f"block={block}: must be a power of two; {usual}")
+
+
 @dataclass(frozen=True)
 class BlockLayout:
     """Where a block-scaled message has what: one bf16 scale per block, then the integers.
@@ -154,11 +171,7 @@ class BlockLayout:
     """Elements that share a scale, a power of two; more save bytes and add error."""
 
     def __post_init__(self) -> None:
-        if self.block < 2 or self.block > LARGEST_BLOCK or LARGEST_BLOCK % self.block:
-            raise InputError(
-                f"block={self.block}: must be a power of two from 2 to {LARGEST_BLOCK}; "
-                "64 to 256 are usual"
-            )
+        check_block(self.block)
 
     @property
     def largest(self) -> int:
