@@ -35,7 +35,7 @@ from taciturn.collectives.base import Collective
 from taciturn.collectives.ring import Ring
 from taciturn.error_feedback import ErrorFeedback
 from taciturn.errors import InputError, MismatchError, PeerError
-from taciturn.ledger import LedgerCounts
+from taciturn.ledger import LedgerCounts, labelled
 from taciturn.methods import aggregator as aggregator_named
 from taciturn.replicas import Spread, resync, spread, suggest_resync_every
 from taciturn.transport import DistributedTransport
@@ -429,7 +429,8 @@ class Communicator:
         for bucket in buckets:
             if bucket.ready is not None:
                 bucket.ready.wait(torch.cuda.current_stream(buffer.device))
-        self.aggregator.aggregate(buffer, self._groups[g], self.transport)
+        with labelled("exchange"):
+            self.aggregator.aggregate(buffer, self._groups[g], self.transport)
         if not buffer.numel():
             return True
         return bool(torch.linalg.vector_norm(buffer, float("inf")).isfinite())
