@@ -32,7 +32,7 @@ class Outcome(NamedTuple):
 
 Run = Callable[..., Outcome]
 
-COMMANDS = ["bench", "methods", "testbed"]
+COMMANDS = ["bench", "methods", "testbed", "trace"]
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_help_of_each_command(run: Run, command: str) -> None:
     for parameter in options(command).values():
         assert parameter.help
         for spelling in parameter.opts:
-            assert spelling in out or spelling == "command"
+            assert spelling in out or parameter.param_type_name == "argument"
 
 
 def test_without_a_command_the_help_is_shown(run: Run) -> None:
@@ -102,7 +102,14 @@ def test_version(run: Run) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["bench", "--help"], ["testbed", "--help"], ["methods"], ["methods", "--json"]],
+    [
+        ["--help"],
+        ["bench", "--help"],
+        ["testbed", "--help"],
+        ["trace", "--help"],
+        ["methods"],
+        ["methods", "--json"],
+    ],
     ids=" ".join,
 )
 def test_help_and_methods_answer_without_torch(arguments: list[str]) -> None:
@@ -224,6 +231,11 @@ def test_a_rank_says_which_one_it_is(run: Run, monkeypatch: pytest.MonkeyPatch) 
         ("testbed --rate 1mbit,2mbit --ranks 3 -- true", "2 rates for 3 ranks"),
         ("testbed --ranks 0 -- true", "0 ranks"),
         ("testbed -- no-such-program-anywhere", "no-such-program-anywhere"),
+        ("trace nowhere.json", "there is no file nowhere.json"),
+        ("trace nowhere.json --what-if faster", "'faster'"),
+        ("trace nowhere.json --kind gemm", "'gemm'"),
+        ("trace nowhere.json --alpha -1", "alpha_s is -1.0"),
+        ("trace nowhere.json --codecs nothing.json", "cannot read codecs from nothing.json"),
     ],
 )
 def test_bad_input_is_named(run: Run, arguments: str, says: str) -> None:
@@ -242,6 +254,7 @@ def test_bad_input_is_named(run: Run, arguments: str, says: str) -> None:
         ("bench --rnks 3", "--ranks"),
         ("bench --ranks many", "--ranks"),
         ("testbed", "COMMAND"),
+        ("trace", "PATH"),
         ("methods extra", "extra"),
     ],
 )

@@ -203,6 +203,17 @@ def test_different_numbers_of_steps(tmp_path: Path) -> None:
     assert any("not all ranks have are left out: 2" in note for note in report.notes)
 
 
+def test_a_rank_without_common_steps_is_left_out(tmp_path: Path) -> None:
+    """One whose file is cut before its steps, or that profiled others; and that is said."""
+    good = [step(1, 0, 100), reduce(10, 5)]
+    files = [document(good, rank=i, world=4) for i in range(2)]
+    files.append(document([reduce(10, 5)], rank=2, world=4))
+    files.append(document([step(7, 0, 100), reduce(10, 5)], rank=3, world=4))
+    report = made(tmp_path, *files).report
+    assert report.ranks == (0, 1)
+    assert any("2.json (rank 2), 3.json (rank 3)" in note for note in report.notes)
+
+
 def test_a_trace_without_steps(tmp_path: Path) -> None:
     """The whole of it counts as one."""
     report = made(tmp_path, document([event("gemm", 0, 50), reduce(50, 50)])).report

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import tracemalloc
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -248,7 +249,8 @@ def test_batches_do_not_depend_on_the_block(data: st.DataObject) -> None:
     """Cutting the text anywhere loses nothing, also where arguments hold lists of objects."""
     import tempfile
 
-    inner = st.lists(st.fixed_dictionaries({"a": st.integers(), "name": st.text()}), max_size=3)
+    number = st.integers(-(2**63), 2**63)  # orjson makes floats of larger ones
+    inner = st.lists(st.fixed_dictionaries({"a": number, "name": st.text()}), max_size=3)
     extra = data.draw(st.lists(inner, min_size=1, max_size=6))
     events = [event(f"k{i}", i, 1, lists=one) for i, one in enumerate(extra)]
     indent = data.draw(st.sampled_from([None, 2]))
@@ -263,6 +265,25 @@ def test_batches_do_not_depend_on_the_block(data: st.DataObject) -> None:
     assert found == events
     assert scan.metadata["schemaVersion"] == 1
     assert (scan.events_lost, scan.bytes_lost, scan.repaired) == (0, 0, 0)
+
+
+def test_memory_is_bounded_by_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of mostly Python functions takes less memory than it is long (case G10)."""
+    python = event("torch/nn/modules/module.py(1511): _wrapped_call_impl", 1, 2, tid=1)
+    python["cat"] = "python_function"
+    one = json.dumps(python).encode()
+    many = b", ".join([one] * 40_000 + [json.dumps(launch(5, 1)).encode()] * 4_000)
+    path = write(tmp_path / "t.json", b'{"traceEvents": [' + many + b"]}")
+    size = path.stat().st_size
+    monkeypatch.setattr(scan_module, "BLOCK_BYTES", 1 << 16)
+    tracemalloc.start()
+    try:
+        trace = read(path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (trace.python_events, len(trace.events)) == (40_000, 4_000)
+    assert peak < size
 
 
 # -- several files -----------------------------------------------------------------------------

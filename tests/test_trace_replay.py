@@ -88,6 +88,8 @@ def test_laws_of_the_replay(job: tuple[list[list[Op]], list[int]], data: st.Data
     assert (both[:, 1] <= alone).all()
     assert (both[:, 2] >= alone).all()
     assert (both[:, 1] == replay(graph, [less])[:, 0]).all()
+    many = replay(graph, [Variant({}), less, more] * 4)  # so many are replayed side by side
+    assert (many == np.tile(both, 4)).all()
 
 
 @settings(max_examples=40)

@@ -258,3 +258,80 @@ def _testbed(
             timeout_s=timeout,
         )
     raise typer.Exit(status)
+
+
+@app.command("trace")
+def _trace(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="PATH...",
+            help="Trace files of torch.profiler, one per rank, or the folder they are in.",
+        ),
+    ],
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A change to predict, once for each: 'all_reduce bytes/2', 'all_reduce = 0', "
+            "'bandwidth*4', 'latency/2', 'method=quantized:bits=8'."
+        ),
+    ] = None,
+    codecs: Annotated[
+        Path | None,
+        typer.Option(help="JSON table of what methods cost, for --what-if method=..."),
+    ] = None,
+    alpha: Annotated[
+        float | None,
+        typer.Option(help="Seconds of a collective that no byte causes; fitted if not given."),
+    ] = None,
+    beta: Annotated[
+        float | None, typer.Option(help="Seconds per byte of it; fitted if not given.")
+    ] = None,
+    kind: Annotated[
+        list[str] | None,
+        typer.Option(help="PATTERN=KIND for names of unknown kind, such as 'my_allreduce*=comm'."),
+    ] = None,
+    rank: Annotated[
+        list[int] | None,
+        typer.Option(help="Rank of each file, in their order, where the files do not say it."),
+    ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Refuse files that are cut or broken.")
+    ] = False,
+    json: Annotated[Path | None, typer.Option(help="File for the report, as JSON.")] = None,
+) -> None:
+    """Say what training steps wait for, from the trace files of their ranks.
+
+    Exits with 3 if something of the files could not be read; the report is of the rest.
+    """
+    from rich.console import Console
+
+    from taciturn.trace import Link, analyse, parse_change, parse_kind, predict, read_codecs
+    from taciturn.trace.table import render
+
+    changes = [parse_change(one) for one in what_if or ()]
+    table = read_codecs(codecs) if codecs is not None else {}
+    link = None if alpha is None and beta is None else Link(alpha, beta)
+    rules = [parse_kind(one) for one in kind or ()]
+    analysis = analyse(paths, ranks=rank or (), rules=rules, strict=strict)
+    report = predict(analysis, changes, link=link, codecs=table)
+    if json is not None:
+        _write_json(json, report.to_json())
+    Console(highlight=False, markup=False).print(render(report))
+    if report.lost:
+        raise typer.Exit(3)
+
+
+def _write_json(path: Path, value: object) -> None:
+    """Write a report; raises InputError where that is not possible."""
+    import orjson
+
+    try:
+        path.write_bytes(
+            orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+        )
+    except OSError as error:
+        raise InputError(
+            f"--json: cannot write {path}: {error.strerror}; name a file in a folder that is there "
+            "and in which you may write"
+        ) from error

@@ -21,7 +21,7 @@ from taciturn.trace.graph import Graph, build
 from taciturn.trace.kinds import Kind, KindRule
 from taciturn.trace.occupation import Occupation, mean_s, united
 from taciturn.trace.path import Stretch, by_kind, stretches
-from taciturn.trace.reader import read_all
+from taciturn.trace.reader import no_collection, read_all
 from taciturn.trace.report import (
     CollectiveRow,
     CriticalPath,
@@ -96,8 +96,7 @@ def analyse(
 def analyse_traces(traces: Sequence[Trace], notes: Sequence[str] = ()) -> Analysis:
     """The same for traces in memory, sorted by rank; ``notes`` go into the report."""
     said = [*notes, *(f"{trace}: {note}" for trace in traces for note in trace.notes)]
-    steps = [steps_of(trace) for trace in traces]
-    numbers = _common(steps, said)
+    traces, steps, numbers = _with_common_steps(traces, [*map(steps_of, traces)], said)
     found = [collectives_of(trace, one) for trace, one in zip(traces, steps, strict=True)]
     matching = match(found, [[step.number for step in one] for one in steps])
     said += matching.notes
@@ -109,25 +108,39 @@ def analyse_traces(traces: Sequence[Trace], notes: Sequence[str] = ()) -> Analys
         fix = clocks.corrections.get(trace.rank or 0)
         views.append(View(trace, one, fixed, fix, numbers))
     meetings = [_in_kept_steps(meeting, views) for meeting in meetings]
-    graph = build(views, meetings)
+    with no_collection():
+        graph = build(views, meetings)
     return _conclude(traces, views, meetings, clocks, graph, said)
 
 
-def _common(steps: Sequence[Sequence[Step]], notes: list[str]) -> list[int | None]:
-    """Numbers of the steps that all ranks have; all by order, if they have none in common."""
-    sets = [{step.number for step in one} for one in steps]
-    common = set.intersection(*sets)
-    if not common:
-        # Ranks that count differently: steps are told by order, if there are as many.
-        notes.append(
-            "the ranks have no step number in common: only the first rank's steps are told"
-        )
-        common = sets[0]
-    missing = set.union(*sets) - common
+def _with_common_steps(
+    traces: Sequence[Trace], steps: Sequence[list[Step]], notes: list[str]
+) -> tuple[list[Trace], list[list[Step]], list[int | None]]:
+    """The ranks that have steps of the same numbers, their steps, and those numbers in order.
+
+    A rank without a step that the others have is left out, and so is a step that not all have.
+    """
+    numbers = [{step.number for step in one} for one in steps]
+    # With whom most ranks share a step; of equals the lowest.
+    shared = [sum(bool(one & other) for other in numbers) for one in numbers]
+    lead = shared.index(max(shared))
+    common, kept = set(numbers[lead]), []
+    for place, one in enumerate(numbers):
+        if one & common:
+            common &= one
+            kept.append(place)
+    out = [str(traces[place]) for place in range(len(traces)) if place not in kept]
+    if out:
+        notes.append(f"left out, as they have no step that the others have: {', '.join(out)}")
+    missing = set().union(*(numbers[place] for place in kept)) - common
     if missing:
-        shown = ", ".join(str(number) for number in sorted(missing, key=str))
+        shown = ", ".join(sorted(map(str, missing)))
         notes.append(f"steps that not all ranks have are left out: {shown}")
-    return [step.number for step in steps[0] if step.number in common]
+    return (
+        [traces[place] for place in kept],
+        [steps[place] for place in kept],
+        [step.number for step in steps[lead] if step.number in common],
+    )
 
 
 def _one_clock(

@@ -81,16 +81,18 @@ def by_kind(path: Sequence[Stretch], start_ns: int, end_ns: int) -> CriticalPath
 
 def _chained(graph: Graph, path: Sequence[Segment]) -> list[Segment]:
     """The same with what a thread does between waits as one segment, of its first edge."""
+    whys: list[int] = graph.why.tolist()
+    rows: list[int] = graph.row.tolist()
+    begins: list[int] = graph.time_ns[graph.tail].tolist()
     joined: list[Segment] = []
     for one in path:
         before = joined[-1] if joined else None
         if (
             before is not None
-            and graph.why[one.edge] == graph.why[before.edge] == Why.PROGRAM
-            and graph.row[one.edge] == graph.row[before.edge]
+            and whys[one.edge] == whys[before.edge] == Why.PROGRAM
+            and rows[one.edge] == rows[before.edge]
             # Both as long as measured: they move together.
-            and before.start_ns - graph.time_ns[graph.tail[before.edge]]
-            == one.start_ns - graph.time_ns[graph.tail[one.edge]]
+            and before.start_ns - begins[before.edge] == one.start_ns - begins[one.edge]
         ):
             joined[-1] = before._replace(end_ns=one.end_ns)
         else:

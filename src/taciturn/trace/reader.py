@@ -77,7 +77,7 @@ def read(
     """
     scan = Scan(path)
     columns = _Columns(rules)
-    with _no_collection():
+    with no_collection():
         for batch in scan.batches():
             columns.add(batch)
     loss = Loss(scan.bytes_lost, scan.events_lost, columns.odd, scan.repaired, tuple(scan.reasons))
@@ -131,7 +131,7 @@ def read_all(
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def no_collection() -> Iterator[None]:
     """Parsing makes no cycles, and looking for them in millions of objects takes most time."""
     enabled = gc.isenabled()
     gc.disable()

@@ -21,6 +21,7 @@ from taciturn.trace.graph import Graph, Why
 __all__ = ["Segment", "Variant", "critical_path", "replay"]
 
 MAX_BYTES = 1 << 28  # of the times that are held at once
+FEW = 8  # variants: one by one is faster than rows of so short arrays
 
 
 @dataclass(frozen=True)
@@ -58,62 +59,136 @@ def replay(
             ``graph.weight_ns``.
     """
     base = graph.weight_ns if weights_ns is None else weights_ns
-    room = max(1, MAX_BYTES // (8 * max(1, len(graph))))
-    parts = [_replay(graph, variants[i : i + room], base) for i in range(0, len(variants), room)]
+    changed = [_changed(variant, base) for variant in variants]
+    short = _shorten(graph, base, {edge for one in changed for edge in one})
+    if len(variants) <= FEW:
+        joins = np.stack([_replay_one(short, one) for one in changed], axis=1)
+        return joins[short.anchor] + short.offset_ns[:, None]
+    room = max(1, MAX_BYTES // (8 * max(1, len(short.measured))))
+    parts = [
+        _replay_many(short, changed[i : i + room])[short.anchor] + short.offset_ns[:, None]
+        for i in range(0, len(changed), room)
+    ]
     return np.concatenate(parts, axis=1)
 
 
-def _replay(
-    graph: Graph, variants: Sequence[Variant], base: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    special: dict[int, NDArray[np.int64]] = {}
-    for column, variant in enumerate(variants):
-        for edge, weight in variant.weight_ns.items():
-            row = special.setdefault(edge, np.full(len(variants), base[edge], np.int64))
-            row[column] = weight
-        for edge, more in (variant.added_ns or {}).items():
-            row = special.setdefault(edge, np.full(len(variants), base[edge], np.int64))
-            row[column] += more
-    weights: list[int] = base.tolist()
-    tails: list[int] = graph.tail.tolist()
-    firsts: list[int] = graph.first.tolist()
-    if len(variants) == 1:
-        return _replay_one(graph, {e: int(w[0]) for e, w in special.items()}, weights)
-    times = np.empty((len(graph), len(variants)), np.int64)
-    measured = graph.time_ns.tolist()
-    for node, start in enumerate(measured):
-        row = times[node]
-        seen = False
-        for edge in range(firsts[node], firsts[node + 1]):
-            weight = weights[edge]
-            if weight < 0:
-                continue
-            reach = times[tails[edge]] + special.get(edge, weight)
-            if seen:
-                np.maximum(row, reach, out=row)
-            else:
-                row[:] = reach
-                seen = True
-        if not seen:
-            row[:] = start
-    return times
+def _changed(variant: Variant, base: NDArray[np.int64]) -> dict[int, int]:
+    """The new weights of a variant; an edge that is left out stays out."""
+    changed = dict(variant.weight_ns)
+    for edge, more in (variant.added_ns or {}).items():
+        changed[edge] = changed.get(edge, int(base[edge])) + more
+    return {edge: weight for edge, weight in changed.items() if base[edge] >= 0}
 
 
-def _replay_one(graph: Graph, special: Mapping[int, int], weights: list[int]) -> NDArray[np.int64]:
-    """The same for one variant, with plain integers."""
-    tails: list[int] = graph.tail.tolist()
-    firsts: list[int] = graph.first.tolist()
-    for edge, weight in special.items():
-        weights[edge] = weight if weights[edge] >= 0 else -1
+class _Short(NamedTuple):
+    """The graph without nodes that only follow another: two of three.
+
+    Attributes:
+        anchor: of each node of the graph, the place of the node here that it follows.
+        offset_ns: and how much later it is.
+        measured: of the nodes here.
+        first: edges ``first[n]`` to ``first[n + 1]`` lead to the node in place ``n``.
+        tail: of each edge, a place.
+        weight_ns: of each edge.
+        edge: number in the graph of those edges that some variant changes, and their place here.
+        before_ns: by place of an edge, what its tail's offset adds to its weight.
+    """
+
+    anchor: NDArray[np.int64]
+    offset_ns: NDArray[np.int64]
+    measured: list[int]
+    first: list[int]
+    tail: list[int]
+    weight_ns: list[int]
+    edge: dict[int, int]
+    before_ns: NDArray[np.int64]
+
+
+def _shorten(graph: Graph, base: NDArray[np.int64], special: set[int]) -> _Short:
+    count = len(graph)
+    kept = np.flatnonzero(base >= 0)
+    head = np.searchsorted(graph.first, kept, side="right") - 1
+    ways = np.bincount(head, minlength=count)
+    fixed = np.ones(len(base), np.bool_)
+    fixed[list(special)] = False
+    # A node to which one edge leads, that no variant changes, follows its tail.
+    alone = kept[(ways[head] == 1) & fixed[kept]]
+    follower = np.searchsorted(graph.first, alone, side="right") - 1
+    anchor = np.arange(count)
+    anchor[follower] = graph.tail[alone]
+    offset = np.zeros(count, np.int64)
+    offset[follower] = base[alone]
+    while True:  # each round doubles the distance
+        further = anchor[anchor]
+        if (further == anchor).all():
+            break
+        offset = offset + offset[anchor]
+        anchor = further
+    joins = np.flatnonzero(anchor == np.arange(count))
+    place = np.empty(count, np.int64)
+    place[joins] = np.arange(len(joins))
+    follows = np.ones(count, np.bool_)
+    follows[joins] = False
+    edges = kept[~follows[head]]
+    tail = graph.tail[edges]
+    return _Short(
+        anchor=place[anchor],
+        offset_ns=offset,
+        measured=graph.time_ns[joins].tolist(),
+        first=np.searchsorted(
+            place[np.searchsorted(graph.first, edges, side="right") - 1], np.arange(len(joins) + 1)
+        ).tolist(),
+        tail=place[anchor[tail]].tolist(),
+        weight_ns=(base[edges] + offset[tail]).tolist(),
+        edge={int(one): at for at, one in enumerate(edges.tolist()) if one in special},
+        before_ns=offset[tail],
+    )
+
+
+def _replay_one(short: _Short, changed: Mapping[int, int]) -> NDArray[np.int64]:
+    """Times of the joins for one variant, with plain integers."""
+    weights = short.weight_ns.copy()
+    for edge, weight in changed.items():
+        at = short.edge[edge]
+        weights[at] = weight + int(short.before_ns[at])
+    tails = short.tail
     times: list[int] = []
-    for node, measured in enumerate(graph.time_ns.tolist()):
-        reached = [
-            times[tails[edge]] + weights[edge]
-            for edge in range(firsts[node], firsts[node + 1])
-            if weights[edge] >= 0
-        ]
-        times.append(max(reached) if reached else measured)
-    return np.array(times, np.int64)[:, None]
+    begin = 0
+    for measured, end in zip(short.measured, short.first[1:], strict=True):
+        if begin == end:
+            times.append(measured)
+            continue
+        latest = times[tails[begin]] + weights[begin]
+        for at in range(begin + 1, end):
+            reach = times[tails[at]] + weights[at]
+            if reach > latest:
+                latest = reach
+        begin = end
+        times.append(latest)
+    return np.array(times, np.int64)
+
+
+def _replay_many(short: _Short, changed: Sequence[Mapping[int, int]]) -> NDArray[np.int64]:
+    """The same for many variants: a row of times for each join."""
+    special: dict[int, NDArray[np.int64]] = {}
+    for column, one in enumerate(changed):
+        for edge, weight in one.items():
+            at = short.edge[edge]
+            usual = np.full(len(changed), short.weight_ns[at], np.int64)
+            special.setdefault(at, usual)[column] = weight + int(short.before_ns[at])
+    times = np.empty((len(short.measured), len(changed)), np.int64)
+    begin = 0
+    for node, end in enumerate(short.first[1:]):
+        row = times[node]
+        if begin == end:
+            row[:] = short.measured[node]
+            continue
+        row[:] = times[short.tail[begin]] + special.get(begin, short.weight_ns[begin])
+        for at in range(begin + 1, end):
+            reach = times[short.tail[at]] + special.get(at, short.weight_ns[at])
+            np.maximum(row, reach, out=row)
+        begin = end
+    return times
 
 
 def critical_path(graph: Graph, times: NDArray[np.int64], last: int) -> list[Segment]:
@@ -128,21 +203,25 @@ def critical_path(graph: Graph, times: NDArray[np.int64], last: int) -> list[Seg
         last: the node that the path leads to.
     """
     preferred = {Why.TRANSFER: 0, Why.WORK: 1, Why.PROGRAM: 2}
+    rank_of = [preferred.get(Why(why), 3) for why in range(len(Why))]
+    tails: list[int] = graph.tail.tolist()
+    firsts: list[int] = graph.first.tolist()
+    weights: list[int] = graph.weight_ns.tolist()
+    whys: list[int] = graph.why.tolist()
+    when: list[int] = times.tolist()
     path: list[Segment] = []
     node = last
     while True:
-        edges = range(int(graph.first[node]), int(graph.first[node + 1]))
         binding = [
             edge
-            for edge in edges
-            if graph.weight_ns[edge] >= 0
-            and times[graph.tail[edge]] + graph.weight_ns[edge] == times[node]
+            for edge in range(firsts[node], firsts[node + 1])
+            if weights[edge] >= 0 and when[tails[edge]] + weights[edge] == when[node]
         ]
         if not binding:
             break
-        edge = min(binding, key=lambda one: preferred.get(Why(int(graph.why[one])), 3))
-        tail = int(graph.tail[edge])
-        if times[tail] < times[node]:
-            path.append(Segment(int(times[tail]), int(times[node]), edge))
+        edge = min(binding, key=lambda one: rank_of[whys[one]])
+        tail = tails[edge]
+        if when[tail] < when[node]:
+            path.append(Segment(when[tail], when[node], edge))
         node = tail
     return path[::-1]

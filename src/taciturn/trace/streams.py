@@ -16,7 +16,7 @@ __all__ = ["host_waits", "streams"]
 USUAL_GAP_NS = 20_000  # between kernels of one stream: 1 to 3 us; a wait for an event ends so soon
 LEAST_GAP_NS = 5_000  # of it, what is the stream's own where the kernel was late for another reason
 RETURN_NS = 200_000  # a host call returns so soon after the work it waited for
-MIN_WAIT_NS = 20_000  # a host call that took less did not wait
+MIN_WAIT_NS = 20_000  # a copy that took less did not wait
 CALL_NS = 5_000  # what such a call takes when it does not wait
 # It waits for all streams of the device.
 _ALL_STREAMS = re.compile(r"(?:Device|Ctx|Context)_?Synchronize", re.IGNORECASE)
@@ -204,22 +204,25 @@ def host_waits(draft: Draft, rank: Strand) -> None:
     view = rank.view
     if not len(view.work):
         return
-    rows = view.events.of(Kind.SYNC, Kind.LAUNCH)
-    rows = rows[view.end_ns[rows] - view.start_ns[rows] >= MIN_WAIT_NS]
-    for row in rows.tolist():
+    copies = view.events.of(Kind.LAUNCH)
+    copies = copies[view.end_ns[copies] - view.start_ns[copies] >= MIN_WAIT_NS]
+    for row in [*view.events.of(Kind.SYNC).tolist(), *copies.tolist()]:
         cause = _waited_for(rank, row)
-        if cause < 0:
+        every = _ALL_STREAMS.search(view.trace.name(row)) is not None
+        if cause < 0 and not every:
             continue
         begin, end = int(view.start_ns[row]), int(view.end_ns[row])
         lane = view.lane_of(row)
         rank.point(draft, lane, begin)
         head = rank.point(draft, lane, end)
-        weight = end - int(view.end_ns[cause])
-        if draft.edge(rank.end[cause], head, weight, Why.HOST) >= 0:
-            rank.short[lane, end] = CALL_NS
-        if _ALL_STREAMS.search(view.trace.name(row)):
-            for other in view.last_done(row):
-                draft.edge(rank.end[other], head, weight, Why.HOST)
+        weight = 0
+        if cause >= 0:
+            weight = end - int(view.end_ns[cause])
+            if draft.edge(rank.end[cause], head, weight, Why.HOST) >= 0:
+                rank.short[lane, end] = min(CALL_NS, end - begin)
+        # Where it did not wait it still might have to, if the work took longer.
+        for other in view.last_done(row) if every else ():
+            draft.edge(rank.end[other], head, weight, Why.HOST)
 
 
 def _waited_for(rank: Strand, row: int) -> int:

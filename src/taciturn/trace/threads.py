@@ -23,6 +23,7 @@ def whole_trace(draft: Draft, rank: Strand, end_ns: int) -> None:
     last = [
         rank.point(draft, lane, int(rank.view.busy(lane).end_ns[-1]))
         for lane in rank.view.cpu_lanes
+        if len(rank.view.busy(lane))  # not so if all its events are empty
     ]
     end = rank.lanes[main][end_ns]
     for node in last:

@@ -188,19 +188,23 @@ class View:
 
     @cached_property
     def launch_latency_ns(self) -> int:
-        """Usual time from a launch to its start on an idle stream: the median over the trace."""
+        """Usual time from a launch to its start on an idle stream.
+
+        The lower quartile over the trace: some starts waited for another stream as well.
+        """
         found = []
         for rows in self.by_queue.values():
             queue = np.array(rows, np.int64)
             launch = self.launches[queue]
             known = launch >= 0
-            known[0] = False
             at = np.where(known, self.start_ns[launch], 0)
             idle = known & (np.r_[0, self.end_ns[queue[:-1]]] <= at)
             found.append(self.start_ns[queue[idle]] - at[idle])
         delays = np.concatenate(found) if found else np.empty(0, np.int64)
         delays = delays[(delays >= 0) & (delays <= MAX_LATENCY_NS)]
-        return int(np.median(delays)) if len(delays) else FALLBACK_LATENCY_NS
+        if not len(delays):
+            return FALLBACK_LATENCY_NS
+        return int(np.quantile(delays, 0.25, method="lower"))
 
     def same_device(self, one: int, other: int) -> bool:
         """Whether two pieces of work ran on one device."""

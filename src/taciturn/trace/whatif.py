@@ -279,7 +279,7 @@ class _Edges:
                 whole = int(graph.weight_ns[edge])
                 # Of one rank alone, no more than the shortest is known to be transfer.
                 moving = min(whole, shortest) if alone else whole
-                new = _Scaling(change, cost, known, shortest)
+                new = _Scaling(change, cost, known, size, shortest)
                 self.likely[edge] = whole - moving + new.likely(moving) + codec_ns
                 self.fast[edge] = new.fast(whole) + codec_ns
                 self.slow[edge] = whole - moving + new.slow(moving) + codec_ns
@@ -293,10 +293,13 @@ class _Edges:
 class _Scaling:
     """One transfer under a change: ``alpha * latency + (t - alpha) * bytes``."""
 
-    def __init__(self, change: Change, cost: CodecCost | None, link: Link, shortest: int) -> None:
+    def __init__(
+        self, change: Change, cost: CodecCost | None, link: Link, size: int, shortest: int
+    ) -> None:
         self.bytes_factor = cost.bytes_ratio if cost else change.bytes_factor
         self.latency_factor = change.latency_factor
-        self.alpha_ns = round(1e9 * (link.alpha_s or 0.0))
+        self.link = link
+        self.moved_s = (link.beta_s_per_byte or 0.0) * size
         self.shortest = shortest
 
     def _at(self, transfer: int, alpha: int) -> int:
@@ -304,16 +307,26 @@ class _Scaling:
         return round(fixed * self.latency_factor + (transfer - fixed) * self.bytes_factor)
 
     def likely(self, transfer: int) -> int:
-        return self._at(transfer, min(self.alpha_ns, self.shortest))
+        """With the latency that the link says; of both its numbers, that share of the time."""
+        alpha_s = self.link.alpha_s
+        if alpha_s is None:
+            alpha = transfer - round(1e9 * self.moved_s) if self.moved_s else 0
+        elif self.moved_s:
+            alpha = round(transfer * alpha_s / (alpha_s + self.moved_s))
+        else:
+            alpha = round(1e9 * alpha_s)
+        return self._at(transfer, max(0, min(alpha, self.shortest)))
 
     def _possible(self, transfer: int) -> list[int]:
         """With all that ``alpha`` may be: between nothing and the shortest transfer."""
         return [self.likely(transfer), self._at(transfer, 0), self._at(transfer, self.shortest)]
 
     def fast(self, transfer: int) -> int:
+        """The least it may take."""
         return min(self._possible(transfer))
 
     def slow(self, transfer: int) -> int:
+        """The most it may take."""
         return max(self._possible(transfer))
 
 

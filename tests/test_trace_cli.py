@@ -1,0 +1,118 @@
+"""``taciturn trace``: what it prints and writes, its statuses, and that it needs no torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from taciturn import cli
+from trace_files import document, event, own, step, write
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs ``taciturn trace ARGUMENTS`` on a terminal of 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.delenv("RANK", raising=False)
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["trace", *map(str, arguments)])
+        printed = capsys.readouterr()
+        assert isinstance(ended.value.code, int)
+        return ended.value.code, printed.out, printed.err
+
+    return run
+
+
+def test_the_report_for_people(run: Run) -> None:
+    """Diagnosis, steps, path, collectives, ranks and notes, within 80 columns."""
+    status, out, err = run(*own("straggler"))
+    assert (status, err) == (0, "")
+    assert "Rank 3 arrives" in out
+    for part in ("Steps", "Critical path", "Collectives", "Ranks", "Note: exposed is given with"):
+        assert part in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_the_report_as_json(run: Run, tmp_path: Path) -> None:
+    """``--json`` writes the report, predictions included."""
+    path = tmp_path / "report.json"
+    status, out, _ = run(*own("bucketed"), "--what-if", "bandwidth*4", "--json", path)
+    assert status == 0
+    assert "What if" in out
+    found = json.loads(path.read_text())
+    assert [one["step"] for one in found["steps"]] == [2, 3, 4]
+    assert [one["what"] for one in found["predictions"]] == ["bandwidth*4"]
+    status, _, err = run(*own("bucketed"), "--json", tmp_path / "none" / "report.json")
+    assert status == 2
+    assert "--json: cannot write" in err
+
+
+def test_a_method_with_its_codec(run: Run, tmp_path: Path) -> None:
+    """``--codecs`` names the cost that ``--what-if method=...`` needs."""
+    codecs = tmp_path / "codecs.json"
+    cost = {"bytes_ratio": 0.26, "codec_s_per_byte": 1e-9}
+    codecs.write_text(json.dumps({"quantized:bits=8": cost}))
+    asked = [*own("bucketed"), "--what-if", "method=quantized:bits=8"]
+    assert run(*asked)[0] == 2
+    status, out, _ = run(*asked, "--codecs", codecs)
+    assert status == 0
+    assert "method=quantized:bits=8" in out
+
+
+def test_a_cut_file_has_a_status_of_its_own(run: Run, tmp_path: Path) -> None:
+    """3 and a report of the rest; with ``--strict`` 2 and no report."""
+    text = json.dumps(document([step(1, 0, 100), event("gemm", 5, 5), event("gemm", 20, 5)]))
+    path = tmp_path / "cut.json"
+    path.write_text(text[:-30])
+    status, out, _ = run(path)
+    assert status == 3
+    assert "not whole" in out
+    status, out, err = run(path, "--strict")
+    assert (status, out) == (2, "")
+    assert "not whole" in err
+
+
+def test_a_trace_without_collectives(run: Run, tmp_path: Path) -> None:
+    """Status 0, overlap "n/a", and a sentence that says so."""
+    path = write(tmp_path / "t.json", document([step(1, 0, 100), event("gemm", 5, 5)]))
+    status, out, _ = run(path)
+    assert status == 0
+    assert "n/a" in out
+    assert "no collective" in out
+
+
+def test_ranks_and_kinds_from_the_command_line(run: Run, tmp_path: Path) -> None:
+    """``--rank`` for files that do not say it, ``--kind`` for names of unknown kind."""
+    events = [step(1, 0, 100), event("my_fast_allreduce(float*)", 5, 50)]
+    files = [write(tmp_path / f"{c}.json", document(events, rank=None, world=2)) for c in "ab"]
+    status, out, _ = run(*files, "--rank", 1, "--rank", 0)
+    assert status == 0
+    assert "my_fast_allreduce" in out
+    status, out, _ = run(*files, "--rank", 1, "--rank", 0, "--kind", "my_fast*=comm")
+    assert status == 0
+    assert "my_fast_allreduce" not in out
+    status, _, err = run(*files, "--rank", 1)
+    assert status == 2
+    assert "1 ranks for 2 files" in err
+
+
+def test_no_torch_is_needed() -> None:
+    """Reading, replaying and predicting work where torch is not installed."""
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from taciturn.cli import main\n"
+        "main(['trace', *sys.argv[1:], '--what-if', 'bytes/2'])"
+    )
+    command = [sys.executable, "-W", "error", "-c", code, *map(str, own("onebucket"))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "What if" in done.stdout
