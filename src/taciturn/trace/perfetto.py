@@ -1,4 +1,4 @@
-"""All ranks' traces in one file on one clock, with what the analysis found, for the Perfetto viewer.
+"""All ranks' traces in one file on one clock, with what was found, for the Perfetto viewer.
 
 A rank is a process, with its threads and streams as they were; two more tracks show the critical
 path and what of it is exposed. The format is Chrome's trace JSON, gzipped.
@@ -10,7 +10,7 @@ import gzip
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import orjson
 
@@ -63,15 +63,17 @@ def write_perfetto(analysis: Analysis, path: Path) -> Written:
             written = _write(analysis, base, file)
         part.replace(path)
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise InputError(
             f"cannot write {path}: {error.strerror}; name a file in a folder that is there and in "
             "which you may write"
         ) from error
+    finally:
+        if part.parent.is_dir():
+            part.unlink(missing_ok=True)
     return written
 
 
-def _write(analysis: Analysis, base: int, file: IO[bytes]) -> Written:
+def _write(analysis: Analysis, base: int, file: gzip.GzipFile) -> Written:
     head = {"schemaVersion": 1, "displayTimeUnit": "ms", "baseTimeNanoseconds": base}
     file.write(orjson.dumps(head)[:-1] + b',"traceEvents":[\n')
     found = list(_found(analysis, base))
@@ -151,7 +153,10 @@ class _Rank:
             pass
         self.zero = base_ns(scan.metadata)
         own = view.trace.events
-        self.earliest, self.latest = int(own.start_ns.min()) - DAY_NS, int(own.end_ns.max()) + DAY_NS
+        self.earliest, self.latest = (
+            int(own.start_ns.min()) - DAY_NS,
+            int(own.end_ns.max()) + DAY_NS,
+        )
 
     def batches(self) -> Iterator[list[dict[str, Any]]]:
         """All events, and at the end the names of process and threads."""
