@@ -340,6 +340,11 @@ def _finish(path: Path, scan: Scan, columns: _Columns, loss: Loss, rank: int | N
             _column(columns.flow_starts, np.int8).astype(np.bool_),
         ),
         python_events=columns.python_events,
+        slowed_by=tuple(
+            word
+            for word in ("record_shapes", "profile_memory", "with_stack")
+            if metadata.get(word) or (word == "with_stack" and columns.python_events)
+        ),
         loss=loss,
         notes=tuple(notes),
         size_bytes=scan.size_bytes,
