@@ -37,7 +37,7 @@ from taciturn import ddp
 from taciturn.bench import inputs
 from taciturn.testbed import Testbed
 from taciturn.trace.analysis import Analysis, analyse
-from taciturn.trace.record import record
+from taciturn.trace.recording import record
 from taciturn.trace.report import Prediction
 from taciturn.trace.whatif import CodecCost, parse_change, predict
 from taciturn.units import format_rate, parse_rate

@@ -49,7 +49,7 @@ LEGEND = {
 """What the shades of the picture mean, in the order of the legend."""
 
 
-class Table(NamedTuple):
+class _Table(NamedTuple):
     """Texts; ``more`` is what was left out, in words, and the first ``left`` columns are words."""
 
     title: str
@@ -59,7 +59,7 @@ class Table(NamedTuple):
     left: int = 1
 
 
-class Bar(NamedTuple):
+class _Bar(NamedTuple):
     """A kind of the critical path: mean over steps, and in the step of the picture."""
 
     kind: str
@@ -145,7 +145,7 @@ def _more(all_: int, most: int) -> str:
     return f"{all_ - most} more are in the JSON." if all_ > most else ""
 
 
-def _steps(steps: Sequence[StepReport], mean: StepReport) -> Table:
+def _steps(steps: Sequence[StepReport], mean: StepReport) -> _Table:
     head = ["step", "window on the CPU", "done in", "replay error", "communication busy"]
     head += ["not overlapped", "overlap", "exposed"]
 
@@ -165,14 +165,14 @@ def _steps(steps: Sequence[StepReport], mean: StepReport) -> Table:
     rows = [row("whole" if one.step is None else str(one.step), one) for one in shown]
     if len(steps) > 1:
         rows.append(row("mean", mean))
-    return Table("Steps", head, rows, _more(len(steps), MAX_STEPS))
+    return _Table("Steps", head, rows, _more(len(steps), MAX_STEPS))
 
 
-def _collectives(all_: Sequence[CollectiveRow]) -> Table:
+def _collectives(all_: Sequence[CollectiveRow]) -> _Table:
     head = ["collective", "group", "count", "size", "busy", "not overlapped", "waiting"]
     head += ["transfer", "exposed"]
     rows = sorted(all_, key=lambda one: (-one.exposed_s, -one.busy_s))
-    return Table(
+    return _Table(
         "Collectives, mean step and rank",
         head,
         [
@@ -194,7 +194,7 @@ def _collectives(all_: Sequence[CollectiveRow]) -> Table:
     )
 
 
-def _ranks(mean: StepReport) -> Table:
+def _ranks(mean: StepReport) -> _Table:
     head = ("rank", "window on the CPU", "compute", "communication busy", "waiting", "late")
     rows = [
         (
@@ -208,10 +208,10 @@ def _ranks(mean: StepReport) -> Table:
         for one in mean.ranks[:MAX_RANKS]
     ]
     shown = rows if len(mean.ranks) > 1 else []
-    return Table("Ranks, mean step", head, shown, _more(len(mean.ranks), MAX_RANKS))
+    return _Table("Ranks, mean step", head, shown, _more(len(mean.ranks), MAX_RANKS))
 
 
-def _predictions(all_: Sequence[Prediction]) -> Table:
+def _predictions(all_: Sequence[Prediction]) -> _Table:
     head = ("what if", "step now", "then", "at least", "at most", "saves")
     rows = [
         (
@@ -224,21 +224,21 @@ def _predictions(all_: Sequence[Prediction]) -> Table:
         )
         for one in all_
     ]
-    return Table("What if", head, rows)
+    return _Table("What if", head, rows)
 
 
 def _asked(all_: Sequence[Prediction]) -> list[str]:
     return list(dict.fromkeys(note for one in all_ for note in one.notes))
 
 
-def _bars(mean: CriticalPath, picture: Picture) -> list[Bar]:
+def _bars(mean: CriticalPath, picture: Picture) -> list[_Bar]:
     """Kinds of the critical path that take any time, the longest first."""
     times: dict[str, float] = {kind: getattr(mean, f"{kind}_s") for kind in KINDS}
     total = sum(times.values()) or 1.0
     longest = max(times.values()) or 1.0
     worst = picture.step.critical_path
     return [
-        Bar(
+        _Bar(
             kind,
             KINDS[kind],
             round(100 * seconds / longest, 2),

@@ -21,7 +21,7 @@ from taciturn.ledger import Ledger, labelled
 from taciturn.trace.analysis import analyse
 from taciturn.trace.kinds import Kind
 from taciturn.trace.reader import read
-from taciturn.trace.record import record
+from taciturn.trace.recording import record
 
 
 def step_of(model: nn.Module) -> Callable[[], None]:
@@ -164,7 +164,7 @@ def test_an_error_while_writing_does_not_hide_the_loops_own(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("taciturn.trace.record.shutil.copyfileobj", full)
+    monkeypatch.setattr("taciturn.trace.recording.shutil.copyfileobj", full)
     with pytest.raises(KeyError) as error:
         raises(tmp_path, 2)
     assert "could not be written: [Errno 28]" in error.value.__notes__[0]
@@ -245,6 +245,6 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 
 def test_importing_needs_no_torch() -> None:
     """Reading traces does not: torch is loaded when a recording begins."""
-    code = "import sys; sys.modules['torch'] = None; from taciturn.trace.record import record"
+    code = "import sys; sys.modules['torch'] = None; from taciturn.trace.recording import record"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
