@@ -2,41 +2,22 @@
 
 from __future__ import annotations
 
-import base64
 import html as escaping
-import json
 import re
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench_rows import make_row, make_run
+from browser import BROWSER, open_page
 from taciturn.bench import report
 from taciturn.bench.report import html
 from taciturn.bench.table import error_text, ratio_text, seconds_text
 from taciturn.errors import InputError
 
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
-)
-BROWSER = pytest.mark.skipif(not CHROMIUM, reason="no chromium here to open the page with")
 SEVERAL = make_run(400) + make_run(1 << 20)
-
-# Tells the page around it how the page came out.
-PROBE = """
-<script>
-addEventListener("error", event => failures.push(String(event.message)));
-addEventListener("securitypolicyviolation", event => failures.push("loads " + event.blockedURI));
-const failures = [];
-for (const level of ["error", "warn"])
-  console[level] = (...words) => failures.push(words.join(" "));
-addEventListener("load", () => setTimeout(() => parent.postMessage(JSON.stringify({
-  width: innerWidth,
-  content: document.documentElement.scrollWidth,
-  failures: failures,
+ANSWERS = """{
   plots: [...document.querySelectorAll(".plot")].map(plot => ({
     name: plot.id,
     width: plot.clientWidth,
@@ -47,13 +28,7 @@ addEventListener("load", () => setTimeout(() => parent.postMessage(JSON.stringif
       return inner.width && (inner.left < outer.left - 1 || inner.right > outer.right + 1);
     }).map(text => text.textContent),
   })),
-}), "*"), 500));
-</script>
-"""
-FRAME = """<!doctype html><title>waiting</title>
-<iframe src="page.html" style="border: 0; width: {width}px; height: 4000px"></iframe>
-<script>addEventListener("message", event => document.title = "came:" + btoa(event.data));</script>
-"""
+}"""
 
 
 def text_of(page: str) -> str:
@@ -63,31 +38,7 @@ def text_of(page: str) -> str:
 
 
 def opened(rows: list[dict[str, Any]], folder: Path, width: int) -> dict[str, Any]:
-    """How the page came out in a browser of that width: a frame has no least width."""
-    page = html(rows).replace("<head>", "<head>" + PROBE, 1)
-    (folder / "page.html").write_text(page, encoding="utf-8")
-    (folder / "frame.html").write_text(FRAME.format(width=width))
-    command = [
-        CHROMIUM,
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--no-first-run",
-        "--disable-background-networking",
-        "--disable-component-update",
-        "--disable-sync",
-        "--disable-dev-shm-usage",
-        f"--user-data-dir={folder / 'profile'}",
-        "--virtual-time-budget=20000",
-        "--window-size=1400,4000",
-        "--dump-dom",
-        (folder / "frame.html").as_uri(),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    told = re.search(r"<title>came:([^<]*)</title>", done.stdout)
-    assert told, (done.stdout[:2000], done.stderr[-2000:])
-    answer: dict[str, Any] = json.loads(base64.b64decode(told[1]).decode("latin-1"))
-    return answer
+    return open_page(html(rows), folder, width, ANSWERS)
 
 
 @BROWSER

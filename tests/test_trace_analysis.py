@@ -188,8 +188,10 @@ def test_clocks_seconds_apart(tmp_path: Path) -> None:
 def test_a_rank_without_a_common_clock_stands_alone(tmp_path: Path) -> None:
     """No shared collective: the offset is not guessed; waiting is unknown, and why is said."""
     one = document([step(1, 0, 100), reduce(10, 5, Seq=1)], rank=0, world=2)
-    other = document([step(1, 0, 100), reduce(10, 5, Seq=2)], rank=1, world=2)
-    report = made(tmp_path, one, other).report
+    far = 9e6
+    events = [step(1, far, 100), reduce(far + 10, 5, Seq=2)]
+    report = made(tmp_path, one, document(events, rank=1, world=2)).report
+    assert report.steps[0].completed_s == pytest.approx(100e-6)
     assert report.steps[0].collectives[0].waiting_s is None
     assert any("clock not aligned: rank 1" in note for note in report.notes)
 
@@ -220,6 +222,13 @@ def test_a_trace_without_steps(tmp_path: Path) -> None:
     assert [one.step for one in report.steps] == [None]
     assert report.steps[0].measured_s == pytest.approx(100e-6)
     assert any("ProfilerStep" in note for note in report.notes)
+
+
+def test_a_profiler_that_slows_the_cpu_is_named(tmp_path: Path) -> None:
+    """Shapes and stacks make a step look bound by the CPU."""
+    content = document([step(1, 0, 100), reduce(10, 5)], record_shapes=1, with_stack=1)
+    report = made(tmp_path, content).report
+    assert any("record_shapes, with_stack" in note for note in report.notes)
 
 
 def test_work_after_the_window_counts(tmp_path: Path) -> None:

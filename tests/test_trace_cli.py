@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import subprocess
 import sys
@@ -54,6 +55,22 @@ def test_the_report_as_json(run: Run, tmp_path: Path) -> None:
     status, _, err = run(*own("bucketed"), "--json", tmp_path / "none" / "report.json")
     assert status == 2
     assert "--json: cannot write" in err
+
+
+def test_the_page_and_the_joined_file(run: Run, tmp_path: Path) -> None:
+    """``--html`` and ``--perfetto`` write their files, predictions included; or say why not."""
+    page, joined = tmp_path / "page.html", tmp_path / "out.json.gz"
+    status, _, err = run(
+        *own("bucketed"), "--what-if", "bandwidth*4", "--html", page, "--perfetto", joined
+    )
+    assert (status, err) == (0, "")
+    assert "bandwidth*4" in page.read_text()
+    events = json.loads(gzip.decompress(joined.read_bytes()))["traceEvents"]
+    assert {0, 1, 2} == {one["pid"] for one in events}
+    for option in ("--html", "--perfetto"):
+        status, _, err = run(*own("bucketed"), option, tmp_path / "none" / "file")
+        assert status == 2
+        assert "cannot write" in err
 
 
 def test_a_method_with_its_codec(run: Run, tmp_path: Path) -> None:

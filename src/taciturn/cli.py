@@ -299,11 +299,22 @@ def _trace(
         bool, typer.Option("--strict", help="Refuse files that are cut or broken.")
     ] = False,
     json: Annotated[Path | None, typer.Option(help="File for the report, as JSON.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="File for one self-contained page with a timeline.")
+    ] = None,
+    perfetto: Annotated[
+        Path | None,
+        typer.Option(
+            help="File, such as out.json.gz, for all ranks on one clock with the critical path; "
+            "opens in the Perfetto viewer."
+        ),
+    ] = None,
 ) -> None:
     """Say what training steps wait for, from the trace files of their ranks.
 
     Exits with 3 if something of the files could not be read; the report is of the rest.
     """
+    import orjson
     from rich.console import Console
 
     from taciturn.trace import Link, analyse, parse_change, parse_kind, predict, read_codecs
@@ -316,22 +327,27 @@ def _trace(
     analysis = analyse(paths, ranks=rank or (), rules=rules, strict=strict)
     report = predict(analysis, changes, link=link, codecs=table)
     if json is not None:
-        _write_json(json, report.to_json())
+        options = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
+        _write("--json", json, orjson.dumps(report.to_json(), option=options))
+    if html is not None:
+        from taciturn.trace.page import html as page
+
+        _write("--html", html, page(analysis, report).encode())
+    if perfetto is not None:
+        from taciturn.trace.perfetto import write_perfetto
+
+        write_perfetto(analysis, perfetto)
     Console(highlight=False, markup=False).print(render(report))
     if report.lost:
         raise typer.Exit(3)
 
 
-def _write_json(path: Path, value: object) -> None:
-    """Write a report; raises InputError where that is not possible."""
-    import orjson
-
+def _write(option: str, path: Path, data: bytes) -> None:
+    """Write what an option asked for; raises InputError where that is not possible."""
     try:
-        path.write_bytes(
-            orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
-        )
+        path.write_bytes(data)
     except OSError as error:
         raise InputError(
-            f"--json: cannot write {path}: {error.strerror}; name a file in a folder that is there "
-            "and in which you may write"
+            f"{option}: cannot write {path}: {error.strerror}; name a file in a folder that is "
+            "there and in which you may write"
         ) from error

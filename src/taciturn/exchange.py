@@ -19,6 +19,7 @@ from taciturn.aggregators.base import Aggregator, Group
 from taciturn.collectives.ring import Ring
 from taciturn.error_feedback import ErrorFeedback
 from taciturn.errors import InputError, MismatchError
+from taciturn.ledger import labelled
 from taciturn.transport import DistributedTransport
 
 __all__ = ["GROUP_BYTES", "Exchange", "agree"]
@@ -158,7 +159,8 @@ class Exchange:
     def average(self, g: int) -> bool:
         """Average one group's buffer; say whether the result is finite here."""
         buffer = self.buffers[g]
-        self.aggregator.aggregate(buffer, self.groups[g], self.transport)
+        with labelled("exchange"):
+            self.aggregator.aggregate(buffer, self.groups[g], self.transport)
         # A finite sum has finite terms only; one that is not may have overflowed itself.
         return bool(buffer.sum().isfinite() or buffer.isfinite().all())
 

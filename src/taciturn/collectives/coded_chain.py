@@ -26,7 +26,7 @@ from taciturn.collectives.base import bounds
 from taciturn.collectives.codes import Code, Own
 from taciturn.collectives.pipeline import Chain
 from taciturn.collectives.wires import Wire
-from taciturn.ledger import Ledger
+from taciturn.ledger import Ledger, labelled
 
 __all__ = ["TILE_ELEMS", "Arena", "CodedChain", "InPlaceChain", "Layout", "is_native"]
 
@@ -273,7 +273,8 @@ class _Worker:
 
     def _timed(self, job: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         start = time.perf_counter()
-        job(*arguments)
+        with labelled("codec"):
+            job(*arguments)
         self.busy_s += time.perf_counter() - start
 
     def wait(self, future: Future[None] | None) -> None:

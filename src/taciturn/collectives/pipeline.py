@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from taciturn.ledger import labelled
 from taciturn.transport import Request, Transport
 
 __all__ = ["Chain", "run_rounds", "segments_for"]
@@ -116,7 +117,8 @@ def run_rounds(
         prepare(1, segment)
     for segment in range(segments):
         start = clock()
-        message = chain.first(segment)
+        with labelled("codec"):
+            message = chain.first(segment)
         ledger.codec_s += clock() - start
         exchange(1, segment, message)
     for now in range(1, rounds + 1):
@@ -130,12 +132,14 @@ def run_rounds(
             if now < rounds:
                 prepare(now + 1, segment)
             start = clock()
-            message = chain.handle(now, segment)
+            with labelled("codec"):
+                message = chain.handle(now, segment)
             ledger.codec_s += clock() - start
             if now < rounds:
                 exchange(now + 1, segment, message)
             start = clock()
-            chain.settle(now, segment)
+            with labelled("codec"):
+                chain.settle(now, segment)
             ledger.codec_s += clock() - start
     for segment in range(segments):
         finish(rounds - 1, segment)

@@ -1,10 +1,12 @@
-"""What a step waits for, read from the files of torch.profiler; needs no torch.
+"""What a step waits for, read from the files of torch.profiler; importing needs no torch.
 
 From file to answer: ``scan`` (bytes to event objects), ``reader`` (columns), ``steps``,
 ``collectives`` (who meets whom), ``clock`` (one time for all ranks), ``view`` (a rank on it),
 ``graph`` with ``draft``, ``threads`` and ``streams`` (what had to wait for what), ``replay`` (as
 soon as possible), ``exposure`` and ``path`` (differences of replays, the critical path),
-``analysis`` (all of it), ``report`` (plain values), ``whatif`` (predictions).
+``analysis`` (all of it), ``report`` (plain values), ``whatif`` (predictions); ``table``, ``page``
+with ``picture``, and ``perfetto`` show it. ``recording`` makes such files; only while it does is
+torch needed.
 
 ::
 
@@ -21,6 +23,7 @@ from taciturn.trace.analysis import Analysis, analyse, analyse_traces
 from taciturn.trace.events import Events, Trace
 from taciturn.trace.kinds import Kind, parse_kind
 from taciturn.trace.reader import read, read_all
+from taciturn.trace.recording import Recording, record
 from taciturn.trace.report import Report
 from taciturn.trace.whatif import CodecCost, Link, parse_change, predict, read_codecs
 
@@ -30,6 +33,7 @@ __all__ = [
     "Events",
     "Kind",
     "Link",
+    "Recording",
     "Report",
     "Trace",
     "analyse",
@@ -40,4 +44,5 @@ __all__ = [
     "read",
     "read_all",
     "read_codecs",
+    "record",
 ]

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from taciturn.trace.clock import Clocks, align
+from taciturn.trace.clock import Clocks, Correction, align
 from taciturn.trace.collectives import Collective, Meeting, collectives_of, match
 from taciturn.trace.diagnosis import diagnose
 from taciturn.trace.events import Trace
@@ -50,7 +50,7 @@ class Analysis:
         report: the answer.
         traces: as read, by rank.
         occupations: what each rank does when, in the order of ``views``.
-        views: the ranks on one clock; a rank whose clock could not be aligned keeps its own.
+        views: the ranks on one clock; one that could not be aligned begins with the lowest rank.
         meetings: collectives over ranks, on that clock.
         clocks: how the ranks were aligned.
         graph: over all ranks.
@@ -100,7 +100,11 @@ def analyse_traces(traces: Sequence[Trace], notes: Sequence[str] = ()) -> Analys
     found = [collectives_of(trace, one) for trace, one in zip(traces, steps, strict=True)]
     matching = match(found, [[step.number for step in one] for one in steps])
     said += matching.notes
-    clocks, meetings = _one_clock(traces, matching.meetings)
+    begins = {
+        trace.rank or 0: next(step.start_ns for step in one if step.number in numbers)
+        for trace, one in zip(traces, steps, strict=True)
+    }
+    clocks, meetings = _one_clock(traces, matching.meetings, begins)
     said += clocks.notes
     views = []
     for trace, one, collectives in zip(traces, steps, found, strict=True):
@@ -144,20 +148,29 @@ def _with_common_steps(
 
 
 def _one_clock(
-    traces: Sequence[Trace], meetings: Sequence[Meeting]
+    traces: Sequence[Trace], meetings: Sequence[Meeting], begins: Mapping[int, int]
 ) -> tuple[Clocks, list[Meeting]]:
-    """Align clocks; members of ranks that could not be are taken out into meetings of their own."""
+    """Align clocks; members of ranks that could not be are taken out into meetings of their own.
+
+    Such a rank is set to begin its first step with the lowest rank: nothing is told across it.
+    """
     ranks = [trace.rank or 0 for trace in traces]
     hosts = {trace.host for trace in traces}
     one_host = len(hosts) == 1 and "" not in hosts
     on_cpu = any(trace.events.queue[m.first.row] < 0 for trace in traces[:1] for m in meetings
                  if m.first.rank == trace.rank)  # fmt: skip
     clocks = align(ranks, meetings, bracketed=on_cpu, one_host=one_host)
+    first = begins[min(ranks)]
+    set_so = {
+        rank: Correction(first - begins[rank], 0.0, 0, abs(first - begins[rank]))
+        for rank in clocks.refused
+    }
+    clocks = replace(clocks, corrections={**clocks.corrections, **set_so})
     apart: list[Meeting] = []
     for meeting in meetings:
         fixed = [clocks.correct(one) for one in meeting.members]
-        together = tuple(one for one in fixed if one.rank in clocks.corrections)
-        alone = [one for one in fixed if one.rank not in clocks.corrections]
+        together = tuple(one for one in fixed if one.rank not in clocks.refused)
+        alone = [one for one in fixed if one.rank in clocks.refused]
         if together:
             apart.append(Meeting(together, meeting.complete and not alone))
         apart += [Meeting((one,), False) for one in alone]
@@ -205,7 +218,7 @@ def _conclude(
         steps=steps,
         mean=mean,
         straggler=straggler,
-        diagnosis=diagnose(mean, straggler, alone=_alone(views, meetings), exact=not reasons),
+        diagnosis=diagnose(mean, straggler, alone=_alone(meetings), exact=not reasons),
         exact=not reasons,
         unknown=_unknown(traces),
         notes=tuple(dict.fromkeys(notes)),
@@ -283,7 +296,7 @@ def _row(
             by_rank[one.rank].append(one)
             waits[one.rank] += max(0, min(last, one.end_ns) - one.start_ns)
             moves[one.rank] += max(0, one.end_ns - max(last, one.start_ns))
-    known = all(len(meeting.members) > 1 for meeting in meetings)
+    known = not any(meeting.alone for meeting in meetings)
     own = {each.view.rank: each for each in inside}
     busy = {rank: united(list_) for rank, list_ in by_rank.items()}
     alone = [subtract(each, own[rank].compute) for rank, each in busy.items()]
@@ -316,7 +329,7 @@ def _rank_row(
         own = next((one for one in meeting.members if one.rank == view.rank), None)
         if own is None:
             continue
-        if len(meeting.members) < 2:
+        if meeting.alone:
             waiting = None
             break
         last = max(one.start_ns for one in meeting.members)
@@ -371,11 +384,9 @@ def _average(rows: Sequence[Row], count: int) -> Row:
 # -- what must be said -------------------------------------------------------------------------
 
 
-def _alone(views: Sequence[View], meetings: Sequence[Meeting]) -> bool:
+def _alone(meetings: Sequence[Meeting]) -> bool:
     """Whether some collective of a group of several has only one traced rank."""
-    return any(
-        len(meeting.members) == 1 and meeting.first.group_size != 1 for meeting in meetings
-    ) or (len(views) == 1 and bool(meetings))
+    return any(meeting.alone for meeting in meetings)
 
 
 def _reasons(
@@ -401,7 +412,7 @@ def _reasons(
             "gloo leaves no event for a wait: gaps that end with a collective are taken for it; "
             "and it shares its cores with compute, so that less to send may save more, or less"
         )
-    if any(len(meeting.members) == 1 for meeting in meetings):
+    if _alone(meetings):
         reasons.append(
             "of one rank alone, waiting for others cannot be told from transfer: exposed holds both"
         )
@@ -430,10 +441,11 @@ def _what_is_missing(
         )
     if any(step.number is None for view in views for step in view.steps):
         notes.append("no ProfilerStep was recorded: the whole trace counts as one step")
-    if any(trace.python_events for trace in traces):
+    slowed = sorted({word for trace in traces for word in trace.slowed_by})
+    if slowed:
         notes.append(
-            "recorded with stacks, which slow the CPU: a step that seems bound by launches may not "
-            "be without the profiler"
+            f"recorded with {', '.join(slowed)}, which slows the CPU: compare with the time of a "
+            "step without the profiler before believing that the CPU bounds it"
         )
     if any(meeting.first.group == "unknown" for meeting in meetings):
         notes.append("some collectives do not say their process group: listed as unknown")

@@ -61,8 +61,8 @@ class Clocks:
     """Corrections to the clock of the lowest rank.
 
     Attributes:
-        corrections: by rank; a rank that could not be aligned is missing.
-        refused: by rank, why it is missing.
+        corrections: by rank; one that could not be aligned is missing, or a stopgap.
+        refused: by rank, why it could not be aligned.
         notes: what was found, as sentences.
     """
 

@@ -117,6 +117,11 @@ class Meeting:
         """The part of the lowest rank: name, group and size are the same in all."""
         return self.members[0]
 
+    @property
+    def alone(self) -> bool:
+        """One member of several: when the others came is not known."""
+        return len(self.members) == 1 and self.first.group_size != 1
+
 
 class Matching(NamedTuple):
     """Meetings by their first call, and what could not be matched, as sentences."""

@@ -145,6 +145,7 @@ class Trace:
             records of GPU waits.
         flows: forward to backward.
         python_events: Python functions that were skipped.
+        slowed_by: options of the profiler that slow the CPU: "record_shapes", "with_stack", ...
         loss: what could not be read.
         notes: what a reader must know, as sentences.
         size_bytes: of the text, decompressed.
@@ -164,6 +165,7 @@ class Trace:
     args: Mapping[int, Mapping[str, Any]]
     flows: Flows
     python_events: int = 0
+    slowed_by: tuple[str, ...] = ()
     loss: Loss = field(default_factory=Loss)
     notes: tuple[str, ...] = ()
     size_bytes: int = 0

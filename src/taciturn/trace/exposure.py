@@ -54,7 +54,7 @@ class Exposures:
                 by_class[what][edge] = 0
                 # One rank cannot tell its transfer from its wait: no less than the shortest is
                 # transfer, for all it knows.
-                alone = len(meeting.members) == 1
+                alone = meeting.alone
                 weight = int(graph.weight_ns[edge])
                 sure[what][edge] = max(0, weight - least[what]) if alone else 0
         columns = [

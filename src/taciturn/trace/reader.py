@@ -18,7 +18,7 @@ from taciturn.trace.events import Events, Flows, Group, Label, Lane, Loss, Queue
 from taciturn.trace.kinds import GPU_WORK, Kind, KindRule, classify
 from taciturn.trace.scan import Scan
 
-__all__ = ["find_files", "read", "read_all"]
+__all__ = ["base_ns", "find_files", "read", "read_all"]
 
 MAX_NS = 4 * 10**18  # the year 2096; sums of two stay below 2^63
 MAX_SPAN_NS = 86_400 * 10**9  # no profile is a day long: what lies further off has a broken clock
@@ -286,7 +286,7 @@ def _finish(path: Path, scan: Scan, columns: _Columns, loss: Loss, rank: int | N
     metadata = scan.metadata
     said = metadata.get("distributedInfo")
     info: dict[str, Any] = said if isinstance(said, dict) else {}
-    base = _base_ns(metadata)
+    base = base_ns(metadata)
     start, duration = _ns(columns.start_us), _ns(columns.duration_us)
     notes: list[str] = []
     kinds = np.array([label.kind for label in columns.label_list] or [Kind.UNKNOWN], np.uint8)
@@ -340,6 +340,11 @@ def _finish(path: Path, scan: Scan, columns: _Columns, loss: Loss, rank: int | N
             _column(columns.flow_starts, np.int8).astype(np.bool_),
         ),
         python_events=columns.python_events,
+        slowed_by=tuple(
+            word
+            for word in ("record_shapes", "profile_memory", "with_stack")
+            if metadata.get(word) or (word == "with_stack" and columns.python_events)
+        ),
         loss=loss,
         notes=tuple(notes),
         size_bytes=scan.size_bytes,
@@ -370,7 +375,8 @@ def _loss_note(loss: Loss) -> str:
     return f"the file is not whole{counted}: {'; '.join(loss.reasons)}"
 
 
-def _base_ns(metadata: Mapping[str, Any]) -> int:
+def base_ns(metadata: Mapping[str, Any]) -> int:
+    """What a file's times are relative to; 0 where it does not say so."""
     value = metadata.get("baseTimeNanoseconds", 0)
     try:
         base = int(value)

@@ -272,7 +272,7 @@ class _Edges:
                 continue
             size = first.size_bytes or 0
             codec_ns = round(1e9 * (cost.codec_s + cost.codec_s_per_byte * size)) if cost else 0
-            alone = len(meeting.members) == 1
+            alone = meeting.alone
             shortest = least[first.name, first.group, first.size_bytes]
             known = links[first.name]
             for edge in edges:
