@@ -239,6 +239,24 @@ def test_a_bucket_in_the_groups_order_is_taken_as_it_lies():
     assert ddp._joined([parts[0], parts[2]]) is None
 
 
+def _some_attach() -> str:
+    model = DistributedDataParallel(network())
+    if dist.get_rank() == 1:
+        return ""
+    try:
+        ddp.attach(model, "ring", timeout_s=3)
+    except PeerError as error:
+        return str(error)
+    return "nothing happened"
+
+
+def test_a_rank_that_does_not_attach_is_named(new_ranks):
+    """The others raise within the time-out and say which one did not come."""
+    said = new_ranks(3).run(_some_attach, timeout_s=40)
+    assert said[0].startswith("rank 1 did not come within 3 s")
+    assert said[2] == said[0]
+
+
 def _two_modules() -> bool:
     a, comm_a = build("powersgd:rank=1")
     b, comm_b = build("quantized:bits=8", net=network(1))

@@ -205,6 +205,10 @@ def test_bits_is_a_shorthand_for_wire(bits: int, wire: str) -> None:
         ("quantized:bits=8,wire=bf16", "'wire' contradicts 'bits'"),
         ("diloco:steps=16,compress=(quantized:bits=4)", "unknown method 'diloco', at position 1"),
         ("ring:segments=(quantized:bits=4)", "'segments' cannot be a method, at position 15"),
+        (
+            "powersgd:over=ring",
+            "'over' is a method, at position 15; write it in parentheses: over=(ring)",
+        ),
     ],
 )
 def test_wrong_method_strings(text: str, says: str) -> None:

@@ -197,6 +197,35 @@ def test_gloo_events_find_their_calls() -> None:
     assert count == 2 * 12 + 2 * 3 + 4 * 12
 
 
+def test_an_exchange_is_one_collective(tmp_path: Path) -> None:
+    """Messages inside a labelled exchange of our own are its parts; those of other threads, or
+    outside of it, are collectives.
+    """
+
+    def span(name: str, start: float, end: float, tid: int) -> dict[str, Any]:
+        return event(name, start, end - start, cat="user_annotation", pid=1, tid=tid)
+
+    events = [
+        step(1, 0, 100),
+        span("taciturn::exchange", 10, 30, 5),
+        span("gloo:send", 10, 15, 5),
+        span("gloo:recv", 12, 30, 5),
+        span("gloo:recv", 29, 31, 5),
+        span("gloo:send", 40, 45, 5),
+        span("gloo:all_reduce", 15, 20, 6),
+        span("taciturn::exchange", 50, 70, 5),
+        span("gloo:send", 55, 60, 5),
+    ]
+    (found,), _ = parts([read(write(tmp_path / "t.json", document(events)))])
+    assert [(one.name, one.start_ns // 1000) for one in found] == [
+        ("exchange", 10),
+        ("all_reduce", 15),
+        ("recv", 29),
+        ("send", 40),
+        ("exchange", 50),
+    ]
+
+
 def test_dlrm_on_eight_ranks() -> None:
     """Ends agree within 7 us where starts differ by up to 7.6 ms; durations and sum as measured."""
     traces, _ = read_all([public("param_dlrm_8rank")])

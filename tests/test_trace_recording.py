@@ -89,7 +89,10 @@ def test_phases_are_labelled(pool: Ranks, tmp_path: Path, method: str) -> None:
         assert len(codec) >= 3
         steps = [row for row, label in enumerate(trace.events.label) if "Step#" in names[label]]
         assert not set(trace.events.lane[codec]) & set(trace.events.lane[steps])
-    assert [step.step for step in analyse([tmp_path]).report.steps] == [2, 3, 4]
+    report = analyse([tmp_path]).report
+    assert [step.step for step in report.steps] == [2, 3, 4]
+    assert {row.name for row in report.mean.collectives} == {"exchange"}  # and not its messages
+    assert all(row.waiting_s is not None for row in report.mean.collectives)
 
 
 def test_labels_are_free_without_a_profile() -> None:

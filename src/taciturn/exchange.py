@@ -172,7 +172,8 @@ class Exchange:
         if self.replicas_differ:
             # Replicas that differ may lie on both sides of an overflow.
             flag = torch.tensor([0 if finite else 1], device=self.transport.header_device)
-            Ring().all_reduce(flag, self.transport)
+            with labelled("exchange"):
+                Ring().all_reduce(flag, self.transport)
             agreed = not flag.item()
             if finite and not agreed:
                 self.buffers[-1].fill_(float("nan"))

@@ -337,6 +337,10 @@ class _Reader:
                 self.fail("expected ')'", hint=f" for the '(' at position {start + 1}")
             return method
         word, at = self.word(f"a value for {key.name!r}", f"; it takes {key.values}")
+        if key.type == "method":
+            self.fail(
+                f"{key.name!r} is a method", at, f"; write it in parentheses: {key.name}=({word})"
+            )
         value = _convert(word, key)
         if value is None:
             near = difflib.get_close_matches(word.lower(), key.values.split(" | "), n=1)

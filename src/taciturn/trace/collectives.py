@@ -40,6 +40,7 @@ _DTYPE_BYTES = {
 }
 # How kernels, calls and profiler metadata spell one collective; tried in this order.
 _NAMES = (
+    (r"^taciturn::exchange", "exchange"),
     (r"reduce_?scatter", "reduce_scatter"),
     (r"all_?gather", "all_gather"),
     (r"all_?to_?all", "all_to_all"),
@@ -55,7 +56,9 @@ _NAMES = (
 )
 _COMPILED = tuple((re.compile(pattern, re.IGNORECASE), name) for pattern, name in _NAMES)
 # Every rank leaves only after every rank has come.
-MEETS = frozenset({"all_reduce", "reduce_scatter", "all_gather", "all_to_all", "barrier"})
+MEETS = frozenset(
+    {"all_reduce", "reduce_scatter", "all_gather", "all_to_all", "barrier", "exchange"}
+)
 # gloo's own ranges carry the name of what it runs, which is not always what was called.
 _GLOO_RUNS = {"reduce_scatter": "all_reduce"}
 
@@ -67,7 +70,8 @@ class Collective:
     Attributes:
         rank: of the trace.
         row: of the event, a kernel or a range of gloo.
-        name: ``all_reduce``, ``all_gather`` and so on; ``unknown`` if nothing says it.
+        name: ``all_reduce``, ``all_gather`` and so on; ``exchange`` for what a method of this
+            package sends and codes at once; ``unknown`` if nothing says it.
         group: of the process group; ``unknown`` if nothing says it.
         ranks: of the group's members; empty if not known.
         group_size: 0 if not known.
@@ -153,6 +157,7 @@ def collectives_of(
     rows = events.of(Kind.COMMUNICATION)
     if not len(rows):
         rows = _annotations_alone(trace)
+    rows = _without_parts(trace, rows)
     calls = _Calls(trace)
     paired = _pair_gloo(trace, rows, calls)
     found = []
@@ -163,6 +168,21 @@ def collectives_of(
         inside = int(step_index[call]) if row in paired and call >= 0 else int(step_index[row])
         found.append(_collective(trace, row, call, call_ns, inside, info, words))
     return sorted(found, key=lambda one: (one.call_ns, one.start_ns))
+
+
+def _without_parts(trace: Trace, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Without what an exchange of our own methods is made of: it counts as one collective."""
+    events = trace.events
+    own = [row for row in rows.tolist() if canonical(trace.name(row)) == "exchange"]
+    if not own:
+        return rows
+    inside = np.zeros(len(rows), np.bool_)
+    for lane in {int(events.lane[row]) for row in own}:
+        whole = np.array([row for row in own if events.lane[row] == lane], np.int64)
+        place = np.searchsorted(events.start_ns[whole], events.start_ns[rows], side="right") - 1
+        within = (place >= 0) & (events.end_ns[rows] <= events.end_ns[whole[np.maximum(place, 0)]])
+        inside |= within & (events.lane[rows] == lane) & ~np.isin(rows, own)
+    return rows[~inside]
 
 
 def _annotations_alone(trace: Trace) -> NDArray[np.int64]:

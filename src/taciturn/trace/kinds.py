@@ -105,6 +105,7 @@ RULES = (
     KindRule("^cuda_sync$", "", Kind.DEVICE_SYNC),
     KindRule("^(?:gpu_user_annotation|mtia_user_annotation)$", "", Kind.GPU_ANNOTATION),
     KindRule("^user_annotation$", r"^(?:gloo|mpi|ucc):", Kind.COMMUNICATION),
+    KindRule("^user_annotation$", r"^taciturn::exchange", Kind.COMMUNICATION),
     KindRule("^user_annotation$", r"^taciturn::(?:encode|decode|codec)", Kind.CODEC),
     KindRule("^user_annotation$", "^nccl:", Kind.CALL),
     KindRule("^user_annotation$", "", Kind.ANNOTATION),

@@ -50,7 +50,7 @@ def pool_threads(draft: Draft, rank: Strand) -> None:
             point = rank.point(draft, view.lane_of(one.call_row), one.call_ns)
             latency = 0 if queued else one.start_ns - one.call_ns
             draft.edge(point, start, latency, Why.LAUNCH)
-        elif before is None:
+        else:
             anchor(draft, rank, start)
 
 

@@ -108,16 +108,12 @@ class DistributedTransport(Transport):
         DistributedTransport._made[key] += 1
         prefix = f"taciturn/{'-'.join(map(str, members))}/{number}"
         self._store = PrefixStore(f"{prefix}/reports", _launcher_store())
-        timeout = timedelta(seconds=timeout_s)
-        if backend == "gloo":
-            # Made directly: new_group names groups by what each rank has made and destroyed
-            # before, so ranks with different pasts wait for each other for ever.
-            store = PrefixStore(f"{prefix}/gloo", _launcher_store())
-            self.group: Any = ProcessGroupGloo(store, self.rank, self.size, self.wait_timeout)
-        else:
-            self.group = dist.new_group(
-                members, timeout=timeout, backend=backend, use_local_synchronization=True
-            )
+        self._store.set(f"here/{self.rank}", "")
+        try:
+            self.group = self._connect(backend, prefix)
+        except RuntimeError as error:
+            self._name_missing(error)
+            raise
         if self.batched:
             self.header_device = torch.device("cuda", torch.cuda.current_device())
         self._failure: TaciturnError | None = None
@@ -221,6 +217,32 @@ class DistributedTransport(Transport):
                 self._meet("closing")
             self._failure = PeerError("this transport is closed; make a new one")
         self.group = None
+
+    def _connect(self, backend: str, prefix: str) -> Any:
+        """Return a process group of our own."""
+        if backend == "gloo":
+            # Made directly: new_group names groups by what each rank has made and destroyed
+            # before, so ranks with different pasts wait for each other for ever.
+            store = PrefixStore(f"{prefix}/gloo", _launcher_store())
+            return ProcessGroupGloo(store, self.rank, self.size, self.wait_timeout)
+        return dist.new_group(
+            self.members,
+            timeout=timedelta(seconds=self.timeout_s),
+            backend=backend,
+            use_local_synchronization=True,
+        )
+
+    def _name_missing(self, cause: Exception) -> None:
+        """Raise if some ranks have not even begun to make this transport."""
+        missing = [r for r in range(self.size) if not self._store.check([f"here/{r}"])]
+        if missing:
+            named = ", ".join(map(str, missing))
+            raise PeerError(
+                f"rank{'s' * (len(missing) > 1)} {named} did not come within {self.timeout_s:g} s: "
+                "every rank of the group has to make this transport (or attach, or accumulate) at "
+                "the same point",
+                missing,
+            ) from cause
 
     def _meet(self, where: str) -> None:
         """Wait at the store until every rank is here."""
