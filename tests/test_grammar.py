@@ -155,7 +155,7 @@ BAD = [
     ("outer:bits=8,wire=int4", 14, "'wire' contradicts 'bits'"),
     ("outer:wire=bf16,bits=8", 17, "'bits' contradicts 'wire'"),
     ("outer:steps=(plain)", 13, "'steps' cannot be a method"),
-    ("outer:inner=plain", 13, "it takes (method)"),
+    ("outer:inner=plain", 13, "write it in parentheses: inner=(plain)"),
     ("outer:inner=()", 14, "expected the name of a method, not ')'"),
     ("outer:inner=(plain", 19, "expected ')', at position 19 for the '(' at position 13"),
     ("outer:inner=(plain))", 20, "unexpected ')'"),
