@@ -103,6 +103,7 @@ def test_latency_stays() -> None:
     (found,) = ask(analysis, "bandwidth*1e6", link=Link(alpha_s=400e-6))
     assert found.base_s - found.step_s == pytest.approx(600e-6, abs=1e-6)
     (unknown,) = ask(analysis, "bandwidth*1e6")
+    assert (found.low_s, found.high_s) == pytest.approx((found.step_s, found.step_s), abs=20e-6)
     assert unknown.low_s == pytest.approx(found.base_s - 1000e-6, abs=1e-6)
     assert unknown.high_s == pytest.approx(found.base_s, abs=1e-6)
 
@@ -153,7 +154,7 @@ def test_the_link_is_fitted_from_sizes() -> None:
     link = fit_link(analysed(runs), "all_reduce")
     assert link.alpha_s == pytest.approx(100e-6, rel=1e-3)
     assert link.beta_s_per_byte == pytest.approx(1e-9, rel=1e-3)
-    assert fit_link(analyse(own("onebucket")), "all_reduce") == Link()
+    assert fit_link(analyse(own("onebucket")), "all_reduce") == Link(given=False)
 
 
 def test_bounds_hold_the_value() -> None:

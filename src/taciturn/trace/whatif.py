@@ -43,6 +43,10 @@ _ZERO = re.compile(r"(?:(?P<name>[a-z_]+)\s*)?=\s*0(?:\.0*)?")
 _METHOD = re.compile(r"method\s*=\s*(?P<method>\S.*)")
 
 
+MAX_ALPHA_NS = 10_000_000
+"""More latency than any network within a data centre gives one call; say --alpha where it is."""
+
+
 @dataclass(frozen=True)
 class CodecCost:
     """What a method sends and computes, against the plain all-reduce of the same buffer.
@@ -70,13 +74,16 @@ class Link:
     Attributes:
         alpha_s: what no byte causes.
         beta_s_per_byte: what each causes; without it the measured time is scaled.
+        given: by the user, who knows; what was fitted only bounds it.
     """
 
     alpha_s: float | None = None
     beta_s_per_byte: float | None = None
+    given: bool = True
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
+        for name in ("alpha_s", "beta_s_per_byte"):
+            value = getattr(self, name)
             if value is not None and not 0 <= value < 1e6:
                 raise InputError(f"{name} is {value!r}; give seconds from 0 on")
 
@@ -174,7 +181,7 @@ def fit_link(analysis: Analysis, name: str) -> Link:
                 by_size[one.size_bytes or 0].append(transfer_ns / 1e9)
     sizes = sorted(size for size in by_size if median(by_size[size]) > 0)
     if len(sizes) < 3 or sizes[-1] < 2 * sizes[0]:
-        return Link()
+        return Link(given=False)
     n = np.array(sizes, float)
     t = np.array([median(by_size[size]) for size in sizes])
     # minimise sum ((alpha + beta n - t) / t)^2
@@ -184,7 +191,7 @@ def fit_link(analysis: Analysis, name: str) -> Link:
         alpha, beta = 0.0, float((n / t).sum() / ((n / t) ** 2).sum())
     elif beta < 0:
         alpha, beta = float((1 / t).sum() / ((1 / t) ** 2).sum()), 0.0
-    return Link(alpha, beta)
+    return Link(alpha, beta, given=False)
 
 
 def _transfers(members: Sequence[Collective]) -> list[tuple[Collective, int]]:
@@ -318,8 +325,11 @@ class _Scaling:
         return self._at(transfer, max(0, min(alpha, self.shortest)))
 
     def _possible(self, transfer: int) -> list[int]:
-        """With all that ``alpha`` may be: between nothing and the shortest transfer."""
-        return [self.likely(transfer), self._at(transfer, 0), self._at(transfer, self.shortest)]
+        """With all that ``alpha`` may be, unless it was given: from nothing to the shortest."""
+        if self.link.given:
+            return [self.likely(transfer)]
+        most = min(self.shortest, MAX_ALPHA_NS)
+        return [self.likely(transfer), self._at(transfer, 0), self._at(transfer, most)]
 
     def fast(self, transfer: int) -> int:
         """The least it may take."""
@@ -394,7 +404,7 @@ def _notes(
         if alpha is None:
             notes.append(
                 f"{name}: too few sizes to tell latency from bandwidth: taken as bandwidth, and "
-                "the bounds hold both"
+                f"the bounds hold up to {MAX_ALPHA_NS // 10**6} ms of latency a call (--alpha)"
             )
         else:
             rate = f", {1e-9 / beta:.3g} GB/s" if beta else ""
