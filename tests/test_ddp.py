@@ -447,8 +447,8 @@ def _bad_state(kind: str) -> tuple[str, str]:
         ("integers", "torch.int64"),
         ("no factor", "right factors in this state"),
         ("bad factor", "shape (1, 7)"),
-        ("no steps", "steps is 'missing'"),
-        ("odd steps", "since_resync is -1"),
+        ("no steps", "steps='missing'"),
+        ("odd steps", "since_resync=-1"),
     ],
 )
 def test_wrong_states_are_refused_on_every_rank(kind, text, pool: Ranks):
@@ -736,7 +736,7 @@ def _refused(kind: str) -> tuple[str, str]:
         ("policy", "'propagate' or 'skip'"),
         ("method", "powersgd"),
         ("methods differ", "in the method: .*rank=1.* on rank 0, .*rank=2.* on rank 2"),
-        ("one rank fails", "resync_every=-1: give a number of steps"),
+        ("one rank fails", "resync_every=-1: give a whole number"),
         ("replaced", "'0.0.weight' was replaced"),
         ("replaced module", "'0.0' was replaced"),
         ("thawed", "'0.0.weight' was frozen"),

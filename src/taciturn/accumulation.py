@@ -33,6 +33,7 @@ from taciturn.errors import InputError, MismatchError, PeerError
 from taciturn.exchange import Exchange, agree
 from taciturn.methods import as_aggregator
 from taciturn.optimizers import check_optimizer
+from taciturn.ranges import check_whole
 from taciturn.transport import DistributedTransport
 
 __all__ = ["Accumulation", "StepResult", "Window"]
@@ -103,8 +104,7 @@ class Accumulation:
         self._transport: DistributedTransport | None = None
         self._unit = 1.0
         self._window: Window[Any] | None = None
-        if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
-            raise InputError(f"microbatches={microbatches!r}: give a whole number from 1 on")
+        check_whole("microbatches", microbatches, 1)
         if isinstance(model, DistributedDataParallel):
             self._use_ddp(model, method, process_group, timeout_s)
         else:
@@ -528,9 +528,8 @@ class _Lookahead(Generic[Batch]):
 def _count(tokens: Any) -> int:
     """Return a count of tokens as an int, if it is one."""
     value = tokens.item() if isinstance(tokens, torch.Tensor) and tokens.numel() == 1 else tokens
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise InputError(f"tokens={tokens!r}: give the number of valid tokens, 0 or more")
-    return value
+    check_whole("tokens", value, 0)
+    return int(value)
 
 
 def _squares(gradients: list[torch.Tensor]) -> float:

@@ -36,6 +36,7 @@ from taciturn.errors import InputError, MismatchError, PeerError
 from taciturn.exchange import GROUP_BYTES, Exchange, agree
 from taciturn.ledger import LedgerCounts
 from taciturn.methods import as_aggregator
+from taciturn.ranges import check_whole
 from taciturn.replicas import (
     ReplicaReport,
     Spread,
@@ -176,14 +177,9 @@ def _check_options(
         raise InputError(f"optimizer={optimizer!r}: give the loop's torch.optim.Optimizer")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise InputError(f"scaler={scaler!r}: give the loop's torch.amp.GradScaler")
-    if resync_every is not None and not _is_count(resync_every, 0):
-        raise InputError(f"resync_every={resync_every!r}: give a number of steps, 0 for never")
-    if not _is_count(group_bytes, 1):
-        raise InputError(f"group_bytes={group_bytes!r}: give a positive number of bytes")
-
-
-def _is_count(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+    if resync_every is not None:
+        check_whole("resync_every", resync_every, 0, hint="0 for never")
+    check_whole("group_bytes", group_bytes, 1)
 
 
 def _check_model(
@@ -674,11 +670,7 @@ class Communicator:
         self._exchange.check_state(state)
         assert state is not None
         for key in ("steps", "skipped_steps", "since_resync", "resync_every"):
-            if not _is_count(state.get(key), 0):
-                raise InputError(
-                    f"{key} is {state.get(key, 'missing')!r} in this state of a communicator: a "
-                    "number of steps is needed"
-                )
+            check_whole(key, state.get(key, "missing"), 0, hint="this state is damaged")
 
     def close(self) -> None:
         """End the thread and its process group, after the last backward. Call it on every rank.

@@ -40,6 +40,7 @@ from taciturn.errors import InputError, MismatchError, PeerError
 from taciturn.exchange import Exchange, agree
 from taciturn.methods import as_aggregator
 from taciturn.optimizers import check_optimizer
+from taciturn.ranges import check_whole
 from taciturn.replicas import check_replicas
 from taciturn.transport import DistributedTransport
 
@@ -177,10 +178,10 @@ class _LocalUpdate:
                 "inside it"
             )
         if not callable(self._period):
-            _count("steps", self._period, 1)
-        _count("fragments", fragments, 1)
-        _count("overlap_steps", self._overlap, 0)
-        _count("warmup_steps", self._warmup, 0)
+            check_whole("steps", self._period, 1)
+        check_whole("fragments", fragments, 1)
+        check_whole("overlap_steps", self._overlap, 0)
+        check_whole("warmup_steps", self._warmup, 0)
         if not callable(self._period) and self._overlap >= self._period:
             raise InputError(
                 f"overlap_steps={self._overlap} with steps={self._period}: an exchange has to end "
@@ -311,7 +312,7 @@ class _LocalUpdate:
         if not callable(self._period):
             return self._period
         steps = self._period(self._round)
-        _count(f"steps({self._round})", steps, 1)
+        check_whole(f"steps({self._round})", steps, 1)
         return steps
 
     def _end_round(self) -> None:
@@ -737,11 +738,6 @@ class DiLoCo(_LocalUpdate):
             process_group=process_group,
             timeout_s=timeout_s,
         )
-
-
-def _count(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InputError(f"{name}={value!r}: give a whole number from {least} on")
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
