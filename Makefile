@@ -65,7 +65,7 @@ imports: $(STAMP)
 	$(BIN)/lint-imports --no-cache
 
 tests: $(STAMP)
-	$(BIN)/python -m pytest $(TESTS)
+	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest $(TESTS)
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 
-# Before NumPy is loaded: its threads gain nothing on matrices of a code's size, and where other
-# processes want the cores they wait for each other ten times as long as they compute.
+# Before NumPy is loaded, here and in what tests start (a plugin may have loaded it: hence also
+# in the Makefile). Its threads gain nothing on matrices of a code's size, and where others want the
+# cores they wait for each other ten times as long as they compute.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import pytest

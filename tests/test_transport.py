@@ -146,6 +146,18 @@ def test_threads_fail_fast_on_the_first_exception():
     assert [error.ranks for error in seen] == [(2,)] * 3
 
 
+def test_a_failure_that_its_rank_has_caught_is_raised_all_the_same():
+    """A transport that failed is finished, whatever its rank makes of the error."""
+
+    def function(transport: Transport) -> None:
+        with pytest.raises(InputError, match="sparse"):
+            Ring().all_reduce(torch.eye(2).to_sparse(), transport)
+
+    for size in (1, 3):
+        with pytest.raises((InputError, PeerError), match="sparse"):
+            run_threads(size, function, TIMEOUT_S)
+
+
 def test_threads_never_hang_on_a_silent_rank():
     """A rank that stops answering is named after the time-out, though its thread goes on."""
     release = threading.Event()

@@ -5,8 +5,9 @@ Each obeys the contract in ``base``. Names are loaded when they are first used.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from taciturn.lazy import lazily
 
 if TYPE_CHECKING:
     from taciturn.aggregators.base import Aggregator, Group
@@ -17,17 +18,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Aggregator", "Cast", "Group", "Mean", "PowerSGD", "TopK"]
 
-_HOMES = {
-    "Aggregator": "base",
-    "Cast": "cast",
-    "Group": "base",
-    "Mean": "mean",
-    "PowerSGD": "powersgd",
-    "TopK": "topk",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = lazily(
+    __name__,
+    {
+        "Aggregator": "base",
+        "Cast": "cast",
+        "Group": "base",
+        "Mean": "mean",
+        "PowerSGD": "powersgd",
+        "TopK": "topk",
+    },
+)

@@ -35,6 +35,7 @@ class _World:
         self.sent: dict[tuple[int, int, int], list[_Letter]] = {}
         self.awaited: dict[tuple[int, int, int], list[_Letter]] = {}
         self.failure: Verdict | None = None
+        self.cause: BaseException | None = None
         self.progress = [(0, 0)] * size
 
     def fail(self, rank: int, error: BaseException) -> None:
@@ -43,6 +44,7 @@ class _World:
             if self.failure is None:
                 reports = {rank: report_of(error, *self.progress[rank])}
                 self.failure = decide(reports, self.size, self.timeout_s)
+                self.cause = error
             self.changed.notify_all()
 
 
@@ -146,6 +148,7 @@ class ThreadTransport(Transport):
             )
             text = f"rank {behind} did not answer within {world.timeout_s:g} s"
             world.failure = {"kind": "peer", "ranks": [behind], "text": text}
+            world.cause = error_of(world.failure, self.rank, self.round)
             world.changed.notify_all()
         raise error_of(world.failure, self.rank, self.round) from None
 
@@ -186,5 +189,6 @@ def run_threads(size: int, function: Callable[[Transport], T], timeout_s: float 
         thread.join(timeout_s * REPORT_SHARE if world.failure is not None else None)
     if world.failure is not None:
         own = errors[world.failure["ranks"][0]]
-        raise own or next(error for error in errors if error is not None)
+        assert world.cause is not None
+        raise own if own is not None else world.cause
     return results
