@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 
 # Before NumPy is loaded, here and in what tests start (a plugin may have loaded it: hence also
@@ -17,6 +18,12 @@ from hypothesis import settings
 from ranks import Ranks
 
 torch.set_num_threads(1)
+# What tests start has to end by these signals, also where the tests themselves run in the
+# background: whoever starts them there has them ignored, and that is inherited.
+for number in (signal.SIGHUP, signal.SIGINT):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, default)
 # The same examples in every run, and no clock: the machine may be busy.
 settings.register_profile("taciturn", deadline=None, derandomize=True)
 settings.load_profile("taciturn")
