@@ -33,7 +33,7 @@ from taciturn.aggregators.base import Aggregator
 from taciturn.collectives.base import Collective
 from taciturn.error_feedback import ErrorFeedback
 from taciturn.errors import InputError, MismatchError, PeerError
-from taciturn.exchange import GROUP_BYTES, Exchange, agree
+from taciturn.exchange import GROUP_BYTES, Exchange, agree, all_finite
 from taciturn.ledger import LedgerCounts
 from taciturn.methods import as_aggregator
 from taciturn.ranges import check_whole
@@ -279,10 +279,7 @@ class Communicator:
         self.aggregator, self.transport = exchange.aggregator, exchange.transport
         self.gradient_scale = 1.0
         self._closed = False
-        self._counted = all(
-            self.aggregator.cost(group, buffer.dtype, self.transport.size) is not None
-            for group, buffer in zip(exchange.groups, exchange.buffers, strict=True)
-        )
+        self._counted = exchange.counted
         self._finite_alone = True
         self._exchange = exchange
         self._chosen_resync = resync_every is None and exchange.replicas_differ
@@ -352,7 +349,7 @@ class Communicator:
         """Of a world of one only the policy for what is not finite, and the count, remain."""
         if bucket.index() == 0:
             self._finite_alone = True
-        self._finite_alone &= bool(buffer.sum().isfinite() or buffer.isfinite().all())
+        self._finite_alone &= all_finite(buffer)
         if bucket.is_last():
             now = time.perf_counter()
             self._count_step(self._finite_alone, now, self.transport.ledger.snapshot())

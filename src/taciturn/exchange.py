@@ -22,7 +22,7 @@ from taciturn.errors import InputError, MismatchError
 from taciturn.ledger import labelled
 from taciturn.transport import DistributedTransport
 
-__all__ = ["GROUP_BYTES", "Exchange", "agree"]
+__all__ = ["GROUP_BYTES", "Exchange", "agree", "all_finite"]
 
 GROUP_BYTES = 25 * 2**20
 """DDP's own default for buckets."""
@@ -93,6 +93,12 @@ def _short(text: str) -> str:
     return text if len(text) <= 200 else f"{text[:197]}..."
 
 
+def all_finite(buffer: torch.Tensor) -> bool:
+    """Return whether all elements are finite, in one cheap pass where they are."""
+    # A finite sum has finite terms only; one that is not may have overflowed itself.
+    return bool(buffer.sum().isfinite() or buffer.isfinite().all())
+
+
 class Exchange:
     """The groups, their buffers, and the aggregator with its state.
 
@@ -147,6 +153,14 @@ class Exchange:
             "the sizes of the groups": repr([group.numel for group in self.groups]),
         }
 
+    @property
+    def counted(self) -> bool:
+        """Return whether the ledger sees all that is sent; the backend's own share it does not."""
+        return all(
+            self.aggregator.cost(group, buffer.dtype, self.transport.size) is not None
+            for group, buffer in zip(self.groups, self.buffers, strict=True)
+        )
+
     def place(self, name: str) -> tuple[int, torch.Tensor]:
         """Return a tensor's group and its part of that group's buffer, in memory order."""
         return self._places[name]
@@ -161,8 +175,7 @@ class Exchange:
         buffer = self.buffers[g]
         with labelled("exchange"):
             self.aggregator.aggregate(buffer, self.groups[g], self.transport)
-        # A finite sum has finite terms only; one that is not may have overflowed itself.
-        return bool(buffer.sum().isfinite() or buffer.isfinite().all())
+        return all_finite(buffer)
 
     def finish_step(self, finite: bool) -> bool:
         """End a step after its last group; return whether all ranks found it finite.

@@ -221,10 +221,7 @@ class _LocalUpdate:
                 own = method if count == 1 else deepcopy(method)  # state belongs to parameters
                 exchange = Exchange(list(anchor.items()), as_aggregator(own), self._transport)
             optimizer = outer(list(anchor.values()))
-            counted = exchange is not None and all(
-                exchange.aggregator.cost(group, buffer.dtype, exchange.transport.size) is not None
-                for group, buffer in zip(exchange.groups, exchange.buffers, strict=True)
-            )
+            counted = exchange is not None and exchange.counted
             delta = {n: torch.zeros_like(a) for n, a in anchor.items()} if exchange else {}
             fragments.append(
                 _Fragment(index, dict(part), anchor, optimizer, exchange, counted, delta)
