@@ -15,7 +15,15 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from taciturn.trace.analysis import Analysis
 from taciturn.trace.picture import CELLS, LEVELS, Layer, Picture, draw
-from taciturn.trace.report import CollectiveRow, CriticalPath, Prediction, Report, StepReport
+from taciturn.trace.report import (
+    CollectiveRow,
+    CriticalPath,
+    Prediction,
+    Report,
+    StepReport,
+    size_text,
+    title,
+)
 from taciturn.units import format_seconds
 
 __all__ = ["html"]
@@ -92,7 +100,7 @@ def html(analysis: Analysis, report: Report | None = None) -> str:
     tables = [_steps(report.steps, report.mean), _collectives(report.mean.collectives)]
     tables += [_ranks(report.mean), _predictions(report.predictions)]
     return _template().render(
-        title=_title(report),
+        title=title(report),
         report=report,
         picture=picture,
         cells=CELLS,
@@ -112,14 +120,6 @@ def html(analysis: Analysis, report: Report | None = None) -> str:
     )
 
 
-def _title(report: Report) -> str:
-    count, size = len(report.ranks), report.world_size
-    of = f" of {size}" if size else ""
-    who = f"rank {report.ranks[0]}{of}" if count == 1 else f"{count}{of} ranks"
-    steps = f"{len(report.steps)} step{'s' if len(report.steps) != 1 else ''}"
-    return ", ".join(filter(None, [who, report.backend, steps]))
-
-
 def _text(seconds: float | None) -> str:
     if seconds is None:
         return "?"
@@ -130,15 +130,6 @@ def _bounded(low: float, value: float, high: float) -> str:
     if low == high:
         return _text(value)
     return f"{_text(value)} ({_text(low)} to {_text(high)})"
-
-
-def _size(value: int | None) -> str:
-    if value is None:
-        return "?"
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if value >= size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value} B"
 
 
 def _more(all_: int, most: int) -> str:
@@ -180,7 +171,7 @@ def _collectives(all_: Sequence[CollectiveRow]) -> _Table:
                 one.name,
                 one.group,
                 str(one.count),
-                _size(one.bytes),
+                size_text(one.bytes),
                 _text(one.busy_s),
                 _text(one.not_overlapped_s),
                 _text(one.waiting_s),

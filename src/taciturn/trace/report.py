@@ -17,6 +17,8 @@ __all__ = [
     "Report",
     "StepReport",
     "Straggler",
+    "size_text",
+    "title",
 ]
 
 
@@ -215,3 +217,23 @@ class Report:
         """All of it as dictionaries, lists, text, numbers and None."""
         plain: dict[str, Any] = asdict(self)
         return plain
+
+
+def title(report: Report) -> str:
+    """Return what was read: ranks, backend and steps."""
+    count = len(report.ranks)
+    of = f" of {report.world_size}" if report.world_size else ""
+    who = f"rank {report.ranks[0]}{of}" if count == 1 else f"{count}{of} ranks"
+    steps = len(report.steps)
+    backend = f", {report.backend}" if report.backend else ""
+    return f"{who}{backend}, {steps} step{'s' if steps != 1 else ''}"
+
+
+def size_text(value: int | None) -> str:
+    """Return bytes in the base-2 unit that suits; a question mark where they are not known."""
+    if value is None:
+        return "?"
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value} B"

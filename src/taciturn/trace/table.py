@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from taciturn.trace.report import CollectiveRow, Report, StepReport
+from taciturn.trace.report import CollectiveRow, Report, StepReport, size_text, title
 from taciturn.units import format_seconds
 
 __all__ = ["render"]
@@ -21,7 +21,7 @@ MAX_UNKNOWN = 8
 def render(report: Report) -> RenderableType:
     """Everything, one table below the other; 80 columns are enough."""
     parts: list[RenderableType] = [
-        Text(_title(report), style="bold"),
+        Text(title(report), style="bold"),
         Text(report.diagnosis),
         Text(),
         _steps(report),
@@ -37,15 +37,6 @@ def render(report: Report) -> RenderableType:
         parts += [_predictions(report), Text()]
     parts += [Text(line, style="dim") for line in _notes(report)]
     return Group(*parts)
-
-
-def _title(report: Report) -> str:
-    count = len(report.ranks)
-    of = f" of {report.world_size}" if report.world_size else ""
-    who = f"rank {report.ranks[0]}{of}" if count == 1 else f"{count}{of} ranks"
-    steps = len(report.steps)
-    backend = f", {report.backend}" if report.backend else ""
-    return f"{who}{backend}, {steps} step{'s' if steps != 1 else ''}"
 
 
 def _table(title: str, *headers: str, left: int = 1) -> Table:
@@ -73,15 +64,6 @@ def _range(low: float, value: float, high: float) -> str:
     if low == high:
         return _seconds(value)
     return f"{_seconds(value)} ({_seconds(low)}..{_seconds(high)})"
-
-
-def _size(value: int | None) -> str:
-    if value is None:
-        return "?"
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if value >= size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value} B"
 
 
 def _steps(report: Report) -> Table:
@@ -144,7 +126,7 @@ def _cells(row: CollectiveRow) -> tuple[str, ...]:
         row.name,
         row.group,
         str(row.count),
-        _size(row.bytes),
+        size_text(row.bytes),
         _seconds(row.busy_s),
         _seconds(row.not_overlapped_s),
         _seconds(row.waiting_s),
