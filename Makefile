@@ -7,13 +7,16 @@
 #   make format  rewrite the sources as `make lint` wants them
 #   make clean   remove what these made
 #
-# Variables: PYTHON=... (an interpreter >= 3.11), TESTS="..." (arguments for pytest), REPEATS=9
-# (timed calls of each method in the demo; the default keeps it under five minutes on two cores).
+# Variables: PYTHON=... (an interpreter >= 3.11), TESTS="..." (arguments for pytest), WORKERS=...
+# (processes that run tests side by side; many tests wait more than they compute; 0: in this one),
+# REPEATS=9 (timed calls of each method in the demo; the default keeps it under five minutes on two
+# cores).
 
 VENV := .venv
 STAMP := $(VENV)/.stamp
 BIN := $(VENV)/bin
 TESTS :=
+WORKERS := 2
 REPEATS := 3
 
 # An interpreter counts if it is new enough (and not newer than the pinned packages) and can make
@@ -65,7 +68,7 @@ imports: $(STAMP)
 	$(BIN)/lint-imports --no-cache
 
 tests: $(STAMP)
-	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest $(TESTS)
+	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(TESTS)
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ranks import Ranks
-from taciturn import aggregators
+from taciturn import aggregators, methods
 from taciturn.aggregators import Aggregator, Cast, Group, Mean, PowerSGD, TopK
 from taciturn.collectives import Backend, CodedRing, Direct, QuantizedRing, Ring
 from taciturn.error_feedback import ErrorFeedback
@@ -69,6 +69,29 @@ GROUP = Group.of(TENSORS)
 def gradients(rank: int, step: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return torch.randn(GROUP.numel, generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_written_methods_build_the_same(name):
+    """str() writes an aggregator as a method, feedback included, that builds one written alike."""
+    keys = {spec.name: [key.name for key in spec.keys] for spec in methods.table()}
+    made = IMPLEMENTATIONS[name].make()
+    feeds = "feedback" in keys[made.method.name]  # of what is exact there is nothing to feed back
+    for one in [made, ErrorFeedback(made)] if feeds else [made]:
+        again = methods.aggregator(str(one))
+        assert str(again) == str(one)
+        assert repr(again) == repr(one)
+
+
+def test_somebodys_own_aggregator_is_written_alike_on_all_ranks():
+    """One without a repr is its type's name, not an address in this process."""
+
+    class Own(Mean):
+        method = Aggregator.method
+        __repr__ = object.__repr__
+
+    assert str(Own()) == str(Own())
+    assert str(ErrorFeedback(Own())) != str(Own())
 
 
 def test_every_aggregator_is_in_the_table():

@@ -20,7 +20,8 @@ from ranks import Ranks
 from taciturn import DiLoCo, LocalSGD
 from taciturn.aggregators import PowerSGD
 from taciturn.errors import InputError, PeerError, TaciturnError
-from taciturn.local_update import _split, nesterov
+from taciturn.local_update import nesterov
+from taciturn.local_update.fragment import split
 
 Outer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 
@@ -77,7 +78,7 @@ def simulate(
     """Train all replicas in one process; return their parameters at the end."""
     nets = [Net() for _ in range(ranks)]
     optimizers = [sgd(net) for net in nets]
-    parts = _split(list(nets[0].named_parameters()), fragments)
+    parts = split(list(nets[0].named_parameters()), fragments)
     names = [[name for name, _ in part] for part in parts]
     anchors = [{n: p.detach().clone() for n, p in part} for part in parts]
     outers = [outer(list(anchor.values())) for anchor in anchors]
@@ -587,7 +588,7 @@ def test_wrong_use_is_an_error_on_every_rank(kind, text, pool: Ranks):
 def test_fragments_hold_every_parameter_once(count):
     """In order, none empty, whatever the sizes."""
     named = [(str(n), torch.empty(size)) for n, size in enumerate((100, 1, 1, 0, 60, 5))]
-    parts = _split(named, count)
+    parts = split(named, count)
     assert [pair for part in parts for pair in part] == named
     assert len(parts) == count
     assert all(parts)

@@ -70,6 +70,20 @@ def test_no_collectives(tmp_path: Path) -> None:
     assert any("no collective" in note for note in report.notes)
 
 
+def test_compute_counts_where_it_was_launched(tmp_path: Path) -> None:
+    """A kernel that runs after its step's range is that step's compute, not the next one's."""
+    events = [
+        step(1, 0, 20),
+        launch(5, 1),
+        event("gemm", 30, 50, correlation=1),
+        step(2, 20, 90),
+        launch(25, 2),
+        event("gemm", 80, 10, correlation=2),
+    ]
+    first, second = made(tmp_path, document(events)).report.steps
+    assert [round(one.ranks[0].compute_s * 1e6) for one in (first, second)] == [50, 10]
+
+
 def test_streams_are_united(tmp_path: Path) -> None:
     """Two collectives that overlap each other and compute: 60 us busy, 50 alone, 10 hidden (G4)."""
     events = [

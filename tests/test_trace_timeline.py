@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from taciturn.trace.timeline import Intervals, intersect, subtract, unite
+from taciturn.trace.timeline import Intervals, fair_share_ns, intersect, subtract, unite
 
 SPANS = st.lists(st.tuples(st.integers(-20, 40), st.integers(-20, 40)), max_size=12)
 
@@ -48,6 +49,22 @@ def test_intersection_and_difference_are_those_of_sets(
 def test_clip_is_the_part_inside(spans: list[tuple[int, int]], start: int, end: int) -> None:
     """Clipping keeps the points of a window."""
     assert inside(made(spans).clip(start, end)) == points(spans) & set(range(start, end))
+
+
+@given(SPANS)
+def test_fair_shares_add_up(spans: list[tuple[int, int]]) -> None:
+    """To the size of the union; one that overlaps no other has its own length."""
+    shares = fair_share_ns([a for a, _ in spans], [b for _, b in spans])
+    assert shares.sum() == pytest.approx(len(points(spans)))
+    for number, span in enumerate(spans):
+        others = points([*spans[:number], *spans[number + 1 :]])
+        if not points([span]) & others:
+            assert shares[number] == pytest.approx(len(points([span])))
+
+
+def test_two_that_share_a_link_take_half_of_it_each() -> None:
+    """0-100 and 50-150: each alone for 50 and at half speed for 50."""
+    assert fair_share_ns([0, 50], [100, 150]).tolist() == [75, 75]
 
 
 def test_three_streams_are_united_not_summed() -> None:

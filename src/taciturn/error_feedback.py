@@ -19,6 +19,7 @@ from typing_extensions import override
 from taciturn.aggregators.base import Aggregator, Group
 from taciturn.collectives.base import Cost
 from taciturn.errors import InputError
+from taciturn.grammar import Method, with_option
 from taciturn.ranges import check_number
 from taciturn.transport import Transport
 
@@ -74,6 +75,12 @@ class ErrorFeedback(Aggregator):
         if isinstance(self.inner, ErrorFeedback):
             raise InputError("error feedback around error feedback: wrap the aggregator once")
         self.bit_identical = self.inner.bit_identical
+
+    @property
+    @override
+    def method(self) -> Method:
+        # Feedback is what biased methods have if nothing is said.
+        return with_option(self.inner.method, "feedback", None if self.inner.biased else True)
 
     @override
     def aggregate(

@@ -147,7 +147,7 @@ class Exchange:
             for name, shape, strides in zip(group.names, group.shapes, group.strides, strict=True)
         ]
         return {
-            "the method": repr(self.aggregator),
+            "the method": str(self.aggregator),
             "the number of parameters": str(len(tensors)),
             **{f"parameter {number}": repr(tensor) for number, tensor in enumerate(tensors)},
             "the sizes of the groups": repr([group.numel for group in self.groups]),
@@ -214,7 +214,7 @@ class Exchange:
         """Return what a resumed run needs: plain tensors and numbers, of this rank."""
         return {
             "version": _VERSION,
-            "method": repr(self.aggregator),
+            "method": str(self.aggregator),
             "ranks": self.transport.size,
             "rank": self.transport.rank,
             "groups": [list(group.names) for group in self.groups],
@@ -237,9 +237,9 @@ class Exchange:
                 "this is no state of a communicator or an exchange: it lacks "
                 f"{', '.join(sorted(missing)) or f'version {_VERSION}'}"
             )
-        if state["method"] != repr(self.aggregator):
+        if state["method"] != str(self.aggregator):
             raise InputError(
-                f"this state is of {state['method']}, and {self.aggregator!r} is attached: attach "
+                f"this state is of {state['method']}, and {self.aggregator} is attached: attach "
                 "the method that it was saved from"
             )
         names = [name for group in state["groups"] for name in group]

@@ -39,6 +39,7 @@ __all__ = [
     "parse_list",
     "spell",
     "spell_value",
+    "with_option",
 ]
 
 
@@ -196,15 +197,26 @@ def method_of(name: str, config: Any) -> Method:
 
     Args:
         name: the method's name.
-        config: a dataclass whose fields are the method's keys.
+        config: a dataclass whose fields are the method's keys; one that is a method itself stands
+            as its own ``method``.
     """
+    values = {field: getattr(config, field.name) for field in fields(config) if field.init}
     options = {
-        field.name: getattr(config, field.name)
-        for field in fields(config)
-        if field.init and getattr(config, field.name) not in (None, field.default)
+        field.name: getattr(value, "method", value)
+        for field, value in values.items()
+        if value not in (None, field.default)
     }
     method = Method("", name, options)
     return replace(method, text=spell(method))
+
+
+def with_option(method: Method, key: str, value: Value | None) -> Method:
+    """The method with an option set, or without it where the value is None."""
+    options = {name: given for name, given in method.options.items() if name != key}
+    if value is not None:
+        options[key] = value
+    changed = replace(method, options=options)
+    return replace(changed, text=spell(changed))
 
 
 def spell_value(value: Value) -> str:

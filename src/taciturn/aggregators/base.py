@@ -24,9 +24,11 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
+from typing_extensions import override
 
 from taciturn.collectives.base import Cost, is_dense
 from taciturn.errors import InputError
+from taciturn.grammar import Method, method_of, with_option
 from taciturn.transport import Transport
 
 __all__ = ["Aggregator", "Group"]
@@ -95,10 +97,29 @@ class Aggregator(ABC):
     One object belongs to one rank and sees the same groups in the same order in every step.
     """
 
+    name: ClassVar[str] = ""
+    """The method's name in the grammar; empty for what is not in it."""
     biased: ClassVar[bool] = False
     """What is left out is lost unless it is fed back (:mod:`taciturn.error_feedback`)."""
     bit_identical: bool = True
     """All ranks end with the same bits; otherwise only the mean over ranks is right."""
+
+    @property
+    def method(self) -> Method:
+        """This aggregator as a method: the keys that are not at their defaults.
+
+        Law (``test_written_methods_build_the_same``): what is built from its text is written alike.
+        """
+        if not self.name:  # somebody's own; an address would be another on each rank
+            plain = type(self).__repr__ is object.__repr__
+            text = type(self).__qualname__ if plain else repr(self)
+            return Method(text, text, {})
+        bare = method_of(self.name, self)
+        return with_option(bare, "feedback", False) if self.biased else bare
+
+    @override
+    def __str__(self) -> str:
+        return self.method.text
 
     @abstractmethod
     def aggregate(

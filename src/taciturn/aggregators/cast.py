@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from typing_extensions import override
@@ -36,6 +36,8 @@ class Cast(Aggregator):
 
     wire: Literal["bf16", "fp16"] = "bf16"
     _warned: bool = field(default=False, init=False, repr=False)
+
+    name: ClassVar[str] = "cast"
 
     def __post_init__(self) -> None:
         if self.wire not in _DTYPES:

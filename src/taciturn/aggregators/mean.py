@@ -13,6 +13,7 @@ from typing_extensions import override
 from taciturn.aggregators.base import Aggregator, Group
 from taciturn.collectives.backend import Backend
 from taciturn.collectives.base import Collective, Cost
+from taciturn.grammar import Method, with_option
 from taciturn.transport import Transport
 
 __all__ = ["Mean"]
@@ -33,6 +34,13 @@ class Mean(Aggregator):
 
     def __post_init__(self) -> None:
         self.bit_identical = self.over.exact or self.over.bit_identical
+
+    @property
+    @override
+    def method(self) -> Method:
+        if isinstance(self.over, Backend):  # in training groups are agreed on before: no check
+            return with_option(self.over.method, "check", True if self.over.check else None)
+        return self.over.method
 
     @override
     def aggregate(

@@ -112,6 +112,7 @@ class PowerSGD(Aggregator):
     _over_before: dict[str, Any] | None = field(default=None, init=False, repr=False)
     _names_known: bool = field(default=True, init=False, repr=False)
 
+    name: ClassVar[str] = "powersgd"
     biased: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -127,7 +128,7 @@ class PowerSGD(Aggregator):
         self.bit_identical = self._over.exact or self._over.bit_identical
         if not self.bit_identical:
             raise InputError(
-                f"over={self._over!r}: all ranks must get the same factors, bit for bit, and after "
+                f"over={self._over}: all ranks must get the same factors, bit for bit, and after "
                 "this collective they differ; use a ring, a quantized ring, direct or the backend"
             )
         self._factors = {"left": {}, "right": {}}

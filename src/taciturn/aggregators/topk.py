@@ -77,6 +77,7 @@ class TopK(Aggregator):
     seed: int = 0
     wire: Literal["fp32", "bf16"] = "fp32"
 
+    name: ClassVar[str] = "topk"
     biased: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -118,7 +119,7 @@ class TopK(Aggregator):
     ) -> None:
         rank, size = transport.rank, transport.size
         successor, predecessor = (rank + 1) % size, (rank - 1) % size
-        header = Header(repr(self), flat.numel(), str(flat.dtype), call=transport.calls)
+        header = Header(str(self), flat.numel(), str(flat.dtype), call=transport.calls)
         transport.agree(header, [successor], [predecessor])
         with transport.ledger.codec():
             positions = self.select(flat)

@@ -341,7 +341,7 @@ def _rank_row(
         busy_s=busy.total_ns / 1e9,
         overlapped_s=intersect(busy, inside.compute).total_ns / 1e9,
         waiting_s=None if waiting is None else waiting / 1e9,
-        compute_s=inside.compute.clip(step.start_ns, step.end_ns).total_ns / 1e9,
+        compute_s=inside.computing(index).total_ns / 1e9,
         late_s=late.get(view.rank, 0) / 1e9,
     )
 

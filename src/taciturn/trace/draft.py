@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import NamedTuple
+from functools import partial
 
 from taciturn.trace.view import View
 
-__all__ = ["Draft", "Edge", "Strand", "Why"]
+__all__ = ["Draft", "Strand", "Why"]
+
+_column = partial(array, "q")  # 64 bits a number, and nothing for the garbage collector to visit
 
 
 class Why(IntEnum):
@@ -26,23 +29,32 @@ class Why(IntEnum):
     TRANSFER = 9
 
 
-class Edge(NamedTuple):
-    """``time[head] >= time[tail] + weight_ns``; ``row`` is the event that lasts as long, or -1."""
-
-    tail: int
-    head: int
-    weight_ns: int
-    why: Why
-    row: int = -1
-
-
 @dataclass
 class Draft:
-    """The graph while it grows. Edges that would point back in measured time are left out."""
+    """The graph while it grows. Edges that would point back in measured time are left out.
 
-    time: list[int] = field(default_factory=list)
-    rank: list[int] = field(default_factory=list)
-    edges: list[Edge] = field(default_factory=list)
+    Attributes:
+        time: of each node, measured, in ns.
+        rank: of each node, as an index; -1 for none.
+        tail: of each edge: ``time[head] >= time[tail] + weight``.
+        head: of each edge.
+        weight: of each edge, in ns.
+        why: of each edge.
+        row: of each edge, the event that lasts as long, or -1.
+        proven: by edge, its weight without what was inferred, where that is another.
+        asap: by edge, its weight without delays that nothing explains, where that is another.
+        inferred: how many edges were.
+        clamped: work that seems to start before its launch.
+        unexplained: by rank, delays in ns for which no edge was found.
+    """
+
+    time: array[int] = field(default_factory=_column)
+    rank: array[int] = field(default_factory=_column)
+    tail: array[int] = field(default_factory=_column)
+    head: array[int] = field(default_factory=_column)
+    weight: array[int] = field(default_factory=_column)
+    why: array[int] = field(default_factory=_column)
+    row: array[int] = field(default_factory=_column)
     proven: dict[int, int] = field(default_factory=dict)
     asap: dict[int, int] = field(default_factory=dict)
     inferred: int = 0
@@ -60,17 +72,21 @@ class Draft:
         room = self.time[head] - self.time[tail]
         if room < 0 or tail == head:
             return -1
-        self.edges.append(Edge(tail, head, min(max(int(weight), 0), room), why, row))
-        return len(self.edges) - 1
+        self.tail.append(tail)
+        self.head.append(head)
+        self.weight.append(min(max(int(weight), 0), room))
+        self.why.append(why)
+        self.row.append(row)
+        return len(self.tail) - 1
 
     def room(self, edge: int) -> int:
         """The measured time between an edge's ends."""
-        return self.time[self.edges[edge].head] - self.time[self.edges[edge].tail]
+        return self.time[self.head[edge]] - self.time[self.tail[edge]]
 
     def fix(self, edge: int) -> None:
         """Keep a delay that nothing explains as the edge's weight, but not as soon as possible."""
-        self.asap[edge] = self.edges[edge].weight_ns
-        self.edges[edge] = self.edges[edge]._replace(weight_ns=self.room(edge))
+        self.asap[edge] = self.weight[edge]
+        self.weight[edge] = self.room(edge)
 
 
 @dataclass

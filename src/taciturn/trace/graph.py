@@ -135,12 +135,14 @@ def _work_nodes(draft: Draft, rank: Strand) -> None:
     view = rank.view
     collective = {one.row for one in view.collectives}
     rows = np.union1d(view.work, np.array(sorted(collective), np.int64))
-    for row in rows.tolist():
-        rank.start[row] = draft.node(view.start_ns[row], rank.index)
-        rank.end[row] = draft.node(view.end_ns[row], rank.index)
+    times = zip(
+        rows.tolist(), view.start_ns[rows].tolist(), view.end_ns[rows].tolist(), strict=True
+    )
+    for row, start, end in times:
+        first, last = draft.node(start, rank.index), draft.node(end, rank.index)
+        rank.start[row], rank.end[row] = first, last
         if row not in collective:
-            length = int(view.end_ns[row] - view.start_ns[row])
-            draft.edge(rank.start[row], rank.end[row], length, Why.WORK, row)
+            draft.edge(first, last, end - start, Why.WORK, row)
 
 
 def _meet(
@@ -202,8 +204,8 @@ def _step_nodes(
         for number in range(count):
             ends[number].append(windows[rank.index, number][1])
         first = rank.view.steps[0].start_ns
-        for row, node in rank.end.items():
-            step = int(rank.view.step_index[row])
+        steps = rank.view.step_index[list(rank.end)].tolist()
+        for (row, node), step in zip(rank.end.items(), steps, strict=True):
             if 0 <= step < count:
                 ends[step].append(node)
             elif step < 0 and rank.view.called_ns(row) < first:
@@ -223,15 +225,14 @@ def _finish(
     order = _topological(draft)
     place = np.empty(len(order), np.int64)
     place[order] = np.arange(len(order))
-    edges = draft.edges
-    tail = place[np.array([edge.tail for edge in edges], np.int64)]
-    head = place[np.array([edge.head for edge in edges], np.int64)]
+    tail = place[np.array(draft.tail, np.int64)]
+    head = place[np.array(draft.head, np.int64)]
     kept = np.flatnonzero(tail < head)  # drops what only ties in time made a circle
     by_head = kept[np.argsort(head[kept], kind="stable")]
-    number = np.full(len(edges) + 1, -1, np.int64)
+    number = np.full(len(tail) + 1, -1, np.int64)
     number[by_head] = np.arange(len(by_head))
-    weight = np.array([edge.weight_ns for edge in edges], np.int64)
-    why = np.array([edge.why for edge in edges], np.uint8)
+    weight = np.array(draft.weight, np.int64)
+    why = np.array(draft.why, np.uint8)
     asap = weight.copy()
     for edge, value in draft.asap.items():
         asap[edge] = value
@@ -250,7 +251,7 @@ def _finish(
         tail=tail[by_head],
         weight_ns=weight[by_head],
         why=why[by_head],
-        row=np.array([edge.row for edge in edges], np.int64)[by_head],
+        row=np.array(draft.row, np.int64)[by_head],
         asap_weight_ns=asap[by_head],
         proven_weight_ns=proven[by_head],
         ends=[place[np.array(nodes, np.int64)] for nodes in ends],
@@ -276,10 +277,11 @@ def _topological(draft: Draft) -> NDArray[np.int64]:
     tied = set(order[same].tolist()) | set(order[same + 1].tolist())
     inside: dict[int, list[int]] = {node: [] for node in tied}
     waits = dict.fromkeys(tied, 0)
-    for edge in draft.edges:
-        if edge.tail in tied and edge.head in tied and time[edge.tail] == time[edge.head]:
-            inside[edge.tail].append(edge.head)
-            waits[edge.head] += 1
+    tail, head = np.array(draft.tail, np.int64), np.array(draft.head, np.int64)
+    at_once = np.flatnonzero(time[tail] == time[head])  # both ends are tied then
+    for before, after in zip(tail[at_once].tolist(), head[at_once].tolist(), strict=True):
+        inside[before].append(after)
+        waits[after] += 1
     result = order.copy()
     breaks = np.flatnonzero(sorted_time[1:] != sorted_time[:-1]) + 1
     for begin, end in zip(

@@ -28,6 +28,7 @@ class Occupation:
         self.view = view
         rows = view.events.of(Kind.COMPUTE, Kind.UNKNOWN)
         rows = rows[view.events.queue[rows] >= 0]
+        self._rows = rows
         if view.on_gpu:
             self.compute = unite(view.start_ns[rows], view.end_ns[rows])
         else:
@@ -39,6 +40,14 @@ class Occupation:
     def of(self, index: int) -> Intervals:
         """With any collective of that step under way."""
         return united(self.by_step[index])
+
+    def computing(self, index: int) -> Intervals:
+        """With compute of that step under way: on a GPU what it launched, whenever that ran."""
+        if not self.view.on_gpu:
+            step = self.view.steps[index]
+            return self.compute.clip(step.start_ns, step.end_ns)
+        rows = self._rows[self.view.step_index[self._rows] == index]
+        return unite(self.view.start_ns[rows], self.view.end_ns[rows])
 
     def moving(self, meetings: Sequence[Meeting]) -> Intervals:
         """With one of them under way after all ranks have come, and nothing computed."""

@@ -86,7 +86,7 @@ class RankRow:
         busy_s: with a collective under way.
         overlapped_s: the part of it in which the rank computed.
         waiting_s: sum over collectives; None for one rank alone.
-        compute_s: with compute under way.
+        compute_s: with compute of the step under way; on a GPU, what was launched in it.
         late_s: how long after the median of the others it came, where it was last and latest.
     """
 

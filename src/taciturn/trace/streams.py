@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -29,13 +30,15 @@ class _Work(NamedTuple):
         row: its event.
         before: row of the work before it on the stream; -1.
         start_ns: its start.
-        launched_ns: start of the call that launched it; None if not known.
+        lane: thread of the call that launched it.
+        launched_ns: start of that call; None if not known.
         free_ns: end of the work before it; None for the first.
     """
 
     row: int
     before: int
     start_ns: int
+    lane: int
     launched_ns: int | None
     free_ns: int | None
 
@@ -60,23 +63,34 @@ def streams(draft: Draft, rank: Strand) -> None:
         return
     recorded = _recorded_waits(draft, rank)
     for rows in view.by_queue.values():
-        before = -1
-        for row in rows:
-            _one(draft, rank, _work(draft, rank, row, before), recorded)
-            before = row
+        for work in _queued(draft, rank, rows):
+            _one(draft, rank, work, recorded)
     _habits(draft, rank)
 
 
-def _work(draft: Draft, rank: Strand, row: int, before: int) -> _Work:
+def _queued(draft: Draft, rank: Strand, rows: Sequence[int]) -> Iterator[_Work]:
+    """The works of a stream, in order."""
     view = rank.view
-    start = int(view.start_ns[row])
-    launch = int(view.launches[row])
-    launched = int(view.start_ns[launch]) if launch >= 0 else None
-    if launched is not None and launched > start:
-        draft.clamped += 1
-        launched = None
-    free = min(int(view.end_ns[before]), start) if before >= 0 else None
-    return _Work(row, before, start, launched, free)
+    calls = view.launches[rows]
+    lanes = view.events.lane[calls].tolist()  # of no meaning where there is no call
+    launches = view.start_ns[calls].tolist()
+    before, free = -1, None
+    for row, call, lane, launched, start, end in zip(
+        rows,
+        calls.tolist(),
+        lanes,
+        launches,
+        view.start_ns[rows].tolist(),
+        view.end_ns[rows].tolist(),
+        strict=True,
+    ):
+        known = call >= 0
+        if known and launched > start:
+            draft.clamped += 1
+            known = False
+        ready = None if free is None else min(free, start)
+        yield _Work(row, before, start, lane, launched if known else None, ready)
+        before, free = row, end
 
 
 def _one(draft: Draft, rank: Strand, work: _Work, recorded: set[int]) -> None:
@@ -93,8 +107,7 @@ def _one(draft: Draft, rank: Strand, work: _Work, recorded: set[int]) -> None:
     cause = _ended_just_before(rank, work.row) if late else -1
     launch = behind = -1
     if work.launched_ns is not None:
-        lane = view.lane_of(int(view.launches[work.row]))
-        tail = rank.point(draft, lane, work.launched_ns)
+        tail = rank.point(draft, work.lane, work.launched_ns)
         launch = draft.edge(tail, head, latency, Why.LAUNCH)
     if work.before >= 0:
         behind = _after(draft, rank, work, gap)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Intervals", "intersect", "subtract", "unite"]
+__all__ = ["Intervals", "fair_share_ns", "intersect", "subtract", "unite"]
 
 Ints = NDArray[np.int64]
 
@@ -69,6 +69,27 @@ def intersect(one: Intervals, other: Intervals) -> Intervals:
 def subtract(one: Intervals, other: Intervals) -> Intervals:
     """The points in ``one`` that are not in ``other``."""
     return _where_depth(one, other, -1, 1)
+
+
+def fair_share_ns(start_ns: Any, end_ns: Any) -> NDArray[np.float64]:
+    """How long each interval would last alone, if those that overlap share one resource equally.
+
+    Law: the sum is the size of the union (``test_fair_shares_add_up``).
+
+    Args:
+        start_ns: whole nanoseconds, in any order.
+        end_ns: as many.
+    """
+    start, end = np.asarray(start_ns, np.int64), np.asarray(end_ns, np.int64)
+    end = np.maximum(start, end)
+    time = np.unique(np.concatenate([start, end]))
+    active = np.searchsorted(np.sort(start), time, side="right")
+    active = active - np.searchsorted(np.sort(end), time, side="right")
+    # What one interval has got by each of the times, had it been there from the beginning.
+    got = np.r_[0.0, np.cumsum(np.diff(time) / np.maximum(active[:-1], 1))]
+    first, last = np.searchsorted(time, start), np.searchsorted(time, end)
+    shares: NDArray[np.float64] = got[last] - got[first]
+    return shares
 
 
 def _where_depth(one: Intervals, other: Intervals, weight: int, depth: int) -> Intervals:

@@ -27,6 +27,7 @@ from taciturn.trace.graph import Graph
 from taciturn.trace.occupation import mean_s
 from taciturn.trace.replay import Variant, replay
 from taciturn.trace.report import Prediction, Report
+from taciturn.trace.timeline import fair_share_ns
 from taciturn.units import format_seconds
 
 __all__ = ["Change", "CodecCost", "Link", "fit_link", "parse_change", "predict", "read_codecs"]
@@ -171,14 +172,17 @@ def _canonical(method: str) -> str:
 def fit_link(analysis: Analysis, name: str) -> Link:
     """``alpha`` and ``beta`` of one kind of collective, from its own transfers in the trace.
 
-    Least squares of the relative error over the median of each size, neither below zero. Sizes that
-    differ by less than a factor of two, or fewer than three, give no ``alpha``.
+    Transfers of a rank that overlap share its link: each counts with its share of the time, as if
+    it had been alone. Least squares of the relative error over the median of each size, neither
+    below zero, ``alpha`` not above the shortest transfer or what any network has. Sizes that differ
+    by less than a factor of two, or fewer than three, give no ``alpha``.
     """
     by_size: dict[int, list[float]] = defaultdict(list)
-    for meeting in analysis.meetings:
-        if meeting.first.name == name and meeting.first.size_bytes:
-            for one, transfer_ns in _transfers(meeting.members):
-                by_size[one.size_bytes or 0].append(transfer_ns / 1e9)
+    for transfers in _by_rank(analysis, name).values():
+        starts, ends = [start for _, start, _ in transfers], [end for _, _, end in transfers]
+        for (size, _, _), ns in zip(transfers, fair_share_ns(starts, ends).tolist(), strict=True):
+            if size:
+                by_size[size].append(ns / 1e9)
     sizes = sorted(size for size in by_size if median(by_size[size]) > 0)
     if len(sizes) < 3 or sizes[-1] < 2 * sizes[0]:
         return Link(given=False)
@@ -187,11 +191,22 @@ def fit_link(analysis: Analysis, name: str) -> Link:
     # minimise sum ((alpha + beta n - t) / t)^2
     rows = np.stack([1 / t, n / t], axis=1)
     alpha, beta = np.linalg.lstsq(rows, np.ones(len(t)), rcond=None)[0].tolist()
-    if alpha < 0:
-        alpha, beta = 0.0, float((n / t).sum() / ((n / t) ** 2).sum())
+    bounded = min(max(alpha, 0.0), float(t.min()), MAX_ALPHA_NS / 1e9)
+    if bounded != alpha:  # one unknown is left: minimise over beta alone
+        alpha, beta = bounded, float((n / t * (1 - bounded / t)).sum() / ((n / t) ** 2).sum())
     elif beta < 0:
         alpha, beta = float((1 / t).sum() / ((1 / t) ** 2).sum()), 0.0
     return Link(alpha, beta, given=False)
+
+
+def _by_rank(analysis: Analysis, name: str) -> dict[int, list[tuple[int, int, int]]]:
+    """By rank, size, start and end of each transfer; those of unknown size have 0."""
+    found: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+    for meeting in analysis.meetings:
+        if meeting.first.name == name:
+            for one, ns in _transfers(meeting.members):
+                found[one.rank].append((one.size_bytes or 0, one.end_ns - ns, one.end_ns))
+    return found
 
 
 def _transfers(members: Sequence[Collective]) -> list[tuple[Collective, int]]:

@@ -1,25 +1,10 @@
-"""Fewer exchanges: several local steps, then one average - local SGD, DiLoCo, streaming DiLoCo.
-
-Stich, "Local SGD Converges Fast and Communicates Little" (ICLR 2019); Lin et al., "Don't Use Large
-Mini-Batches, Use Local SGD" (ICLR 2020: a phase of single steps first); Douillard et al., "DiLoCo"
-(arXiv:2311.08105, algorithm 1) and "Streaming DiLoCo with overlapping communication"
-(arXiv:2501.18512, algorithm 2: fragments, overlap, mixing).
-
-All are one thing here. A copy of the parameters, the *anchor*, is the same on every rank. After a
-round of local steps the ranks average how far each went from it, the *pseudo-gradient* anchor -
-parameters; an outer optimizer steps the anchor by it; and the parameters become the anchor. With
-outer SGD at rate 1 that is the average of the parameters: local SGD. What is averaged is the
-difference and not the parameters, so that any aggregator may be used, with error feedback.
-
-Averaging parameters is not centralised descent: the ranks drift apart within a round, and
-``metrics()`` says how far.
-"""
+"""Rounds of local steps: count them, exchange, and go on from where all ranks agree."""
 
 from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from copy import deepcopy
@@ -38,13 +23,14 @@ from taciturn.collectives.ring import Ring
 from taciturn.error_feedback import ErrorFeedback
 from taciturn.errors import InputError, MismatchError, PeerError
 from taciturn.exchange import Exchange, agree
+from taciturn.local_update.fragment import Fragment, Outcome, split, wide
 from taciturn.methods import as_aggregator
 from taciturn.optimizers import check_optimizer
 from taciturn.ranges import check_whole
 from taciturn.replicas import check_replicas
 from taciturn.transport import DistributedTransport
 
-__all__ = ["DiLoCo", "LocalSGD", "RoundMetrics", "nesterov"]
+__all__ = ["Buffers", "LocalUpdate", "OptimizerState", "Period", "RoundMetrics"]
 
 Buffers = Literal["average", "rank 0", "keep"]
 OptimizerState = Literal["keep", "average"]
@@ -81,38 +67,7 @@ class RoundMetrics:
     anchor."""
 
 
-@dataclass
-class _Fragment:
-    """Some of the parameters, which are exchanged together."""
-
-    index: int
-    parameters: dict[str, torch.Tensor]
-    anchor: dict[str, torch.Tensor]
-    outer: torch.optim.Optimizer
-    exchange: Exchange | None
-    """None with one rank."""
-    counted: bool
-    delta: dict[str, torch.Tensor]
-    pending: Future[_Outcome] | None = None
-    due: int = 0
-    """The step after which the pending exchange is applied."""
-    hidden: bool = False
-    """The pending exchange goes on beside local steps."""
-    since: int = 0
-    """Local steps since its last exchange began."""
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    finite: bool
-    sent_bytes: int
-    codec_s: float
-    exchange_s: float
-    drift: float
-    cosine: float
-
-
-class _LocalUpdate:
+class LocalUpdate:
     """Counts the optimizer's steps and exchanges when a round or a fragment's part of it is over.
 
     A context manager around the loop; without an exception its end is one more exchange, after
@@ -208,14 +163,14 @@ class _LocalUpdate:
         count: int,
         outer: Callable[[list[torch.Tensor]], torch.optim.Optimizer],
         method: str | Aggregator | Collective,
-    ) -> list[_Fragment]:
+    ) -> list[Fragment]:
         """Cut the parameters into fragments of about equal size, in order. Frozen ones belong."""
         named = list(self.model.named_parameters())
         if count > len(named):
             raise InputError(f"fragments={count}: this module has only {len(named)} parameters")
         fragments = []
-        for index, part in enumerate(_split(named, count)):
-            anchor = {n: _wide(p).clone() for n, p in part}
+        for index, part in enumerate(split(named, count)):
+            anchor = {n: wide(p).clone() for n, p in part}
             exchange = None
             if self._transport is not None:
                 own = method if count == 1 else deepcopy(method)  # state belongs to parameters
@@ -224,7 +179,7 @@ class _LocalUpdate:
             counted = exchange is not None and exchange.counted
             delta = {n: torch.zeros_like(a) for n, a in anchor.items()} if exchange else {}
             fragments.append(
-                _Fragment(index, dict(part), anchor, optimizer, exchange, counted, delta)
+                Fragment(index, dict(part), anchor, optimizer, exchange, counted, delta)
             )
         return fragments
 
@@ -322,7 +277,7 @@ class _LocalUpdate:
 
     # -- one exchange
 
-    def _begin(self, fragment: _Fragment, last: bool) -> None:
+    def _begin(self, fragment: Fragment, last: bool) -> None:
         """Take the pseudo-gradient and begin to average it."""
         if self._transport is None:
             return
@@ -341,7 +296,7 @@ class _LocalUpdate:
             fragment.pending = Future()
             fragment.pending.set_result(outcome)
 
-    def _average(self, fragment: _Fragment, where: dict[str, str]) -> _Outcome:
+    def _average(self, fragment: Fragment, where: dict[str, str]) -> Outcome:
         """Average a fragment's pseudo-gradient over ranks, and measure the drift."""
         assert fragment.exchange is not None
         transport = fragment.exchange.transport
@@ -361,7 +316,7 @@ class _LocalUpdate:
         mean_square, mean_cosine = (numbers / transport.size).tolist()
         # mean |d_i - d|^2 = mean |d_i|^2 - |d|^2
         apart = max(mean_square - square, 0.0)
-        return _Outcome(
+        return Outcome(
             finite=finite,
             sent_bytes=spent.sent_bytes,
             codec_s=spent.codec_s,
@@ -370,7 +325,7 @@ class _LocalUpdate:
             cosine=mean_cosine,
         )
 
-    def _apply(self, fragment: _Fragment, mixing: float) -> None:
+    def _apply(self, fragment: Fragment, mixing: float) -> None:
         """Wait for the average, step the anchor by it, and go there."""
         if fragment.pending is None:
             return
@@ -494,7 +449,7 @@ class _LocalUpdate:
             "round_start": self._round_start,
             "exchanges": self._exchanges,
             "skipped": self._skipped,
-            "fragments": [self._fragment_state(fragment) for fragment in self._fragments],
+            "fragments": [fragment.state_dict() for fragment in self._fragments],
         }
 
     def _settings(self) -> dict[str, Any]:
@@ -505,22 +460,6 @@ class _LocalUpdate:
             "mixing": self._mixing,
             "warmup_steps": self._warmup,
             "fragments": len(self._fragments),
-        }
-
-    def _fragment_state(self, fragment: _Fragment) -> dict[str, Any]:
-        pending = None
-        if fragment.pending is not None and fragment.pending.exception() is None:
-            pending = {
-                "due": fragment.due,
-                "outcome": vars(fragment.pending.result()).copy(),
-                "delta": {n: d.clone() for n, d in fragment.delta.items()},
-            }
-        return {
-            "anchor": {n: a.clone() for n, a in fragment.anchor.items()},
-            "outer": deepcopy(fragment.outer.state_dict()),
-            "exchange": fragment.exchange.state_dict() if fragment.exchange else None,
-            "since": fragment.since,
-            "pending": pending,
         }
 
     def load_state_dict(self, state: dict[str, Any], *, other_ranks: bool = False) -> None:
@@ -550,7 +489,7 @@ class _LocalUpdate:
         if changed:
             self._round_start = self._steps
         for fragment, saved in zip(self._fragments, state["fragments"], strict=True):
-            _load_fragment(fragment, saved, changed)
+            fragment.load_state_dict(saved, anew=changed)
 
     def _check_state(self, state: dict[str, Any], other_ranks: bool) -> None:
         wanted = {"version", "kind", "settings", "ranks", "steps", "round", "round_start"}
@@ -572,193 +511,7 @@ class _LocalUpdate:
                 "other_ranks=True to begin the round anew from where all ranks last agreed"
             )
         for fragment, saved in zip(self._fragments, state["fragments"], strict=True):
-            if set(saved["anchor"]) != set(fragment.anchor):
-                odd = sorted(set(saved["anchor"]) ^ set(fragment.anchor))
-                raise InputError(
-                    f"this state belongs to another model: {', '.join(map(repr, odd[:3]))} "
-                    f"{'is' if len(odd) == 1 else 'are'} not in both"
-                )
-            for name, anchor in fragment.anchor.items():
-                if saved["anchor"][name].shape != anchor.shape:
-                    raise InputError(
-                        f"{name!r} has shape {tuple(saved['anchor'][name].shape)} in this state, "
-                        f"and {tuple(anchor.shape)} here: it belongs to another model"
-                    )
-            if fragment.exchange is not None and saved["exchange"] is not None:
-                fragment.exchange.check_state(saved["exchange"])
-
-
-def _load_fragment(fragment: _Fragment, saved: dict[str, Any], changed: bool) -> None:
-    for name, anchor in fragment.anchor.items():
-        anchor.copy_(saved["anchor"][name])
-    fragment.outer.load_state_dict(saved["outer"])
-    if fragment.exchange is not None and saved["exchange"] is not None:
-        fragment.exchange.load_state_dict(saved["exchange"])
-    fragment.since, fragment.pending = saved["since"], None
-    pending = saved["pending"]
-    if changed:
-        fragment.since = 0
-        with torch.no_grad():
-            for name, parameter in fragment.parameters.items():
-                parameter.copy_(fragment.anchor[name])
-    elif pending is not None:
-        for name, delta in fragment.delta.items():
-            delta.copy_(pending["delta"][name])
-        fragment.due = pending["due"]
-        fragment.pending = Future()
-        fragment.pending.set_result(_Outcome(**pending["outcome"]))
-
-
-class LocalSGD(_LocalUpdate):
-    """Average the parameters after every ``steps`` optimizer steps instead of every gradient.
-
-    ::
-
-        with taciturn.LocalSGD(model, optimizer, steps=8):
-            for batch in loader:
-                optimizer.zero_grad()
-                loss(model, batch).backward()
-                optimizer.step()
-
-    Law (``test_local_sgd_with_one_step_is_ddp``): with steps=1 and plain SGD it equals DDP.
-
-    Args:
-        model: a plain module, equal on all ranks. All its parameters are averaged, whatever their
-            ``.grad`` is, frozen ones too.
-        optimizer: whose steps are counted; every rank has to make as many.
-        steps: H, local steps of a round, or a function of the round's number for a period that
-            grows. More: fewer exchanges, more drift.
-        warmup_steps: first steps, after each of which is averaged.
-        optimizer_state: "keep": each rank's own; "average": its momenta too, at their bytes.
-        buffers: such as running statistics, at the end of a round: "average" (whole numbers are
-            rank 0's), "rank 0", or "keep" each rank's own.
-        method: of the average: a name, an aggregator or a collective; the backend's exact mean.
-        process_group: the ranks; the default group if None.
-        timeout_s: every failure is an error on every rank within this time.
-
-    Raises:
-        InputError: values that cannot be used, on every rank alike.
-        MismatchError: ranks that differ in them, in their parameters or in their steps.
-    """
-
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        steps: Period = 8,
-        *,
-        warmup_steps: int = 0,
-        optimizer_state: OptimizerState = "keep",
-        buffers: Buffers = "average",
-        method: str | Aggregator | Collective = "backend",
-        process_group: dist.ProcessGroup | None = None,
-        timeout_s: float = 60.0,
-    ) -> None:
-        super().__init__(
-            model,
-            optimizer,
-            steps,
-            outer=lambda anchor: torch.optim.SGD(anchor, lr=1.0),
-            fragments=1,
-            overlap_steps=0,
-            mixing=0.0,
-            warmup_steps=warmup_steps,
-            optimizer_state=optimizer_state,
-            buffers=buffers,
-            method=method,
-            process_group=process_group,
-            timeout_s=timeout_s,
-        )
-
-
-def nesterov(anchor: list[torch.Tensor]) -> torch.optim.Optimizer:
-    """Return DiLoCo's outer optimizer: SGD with Nesterov momentum 0.9 at rate 0.7 (section 3.2)."""
-    return torch.optim.SGD(anchor, lr=0.7, momentum=0.9, nesterov=True)
-
-
-class DiLoCo(_LocalUpdate):
-    """Local steps, then an outer optimizer step by the averaged pseudo-gradient.
-
-    ::
-
-        with taciturn.DiLoCo(model, optimizer, steps=32, compress="quantized:bits=4,feedback=true"):
-            for batch in loader:
-                ...
-
-    With ``fragments`` > 1 and ``overlap_steps`` it is streaming DiLoCo: each part of the parameters
-    has its own time in the round, and its exchange goes on beside the next local steps.
-
-    Law (``test_diloco_with_outer_sgd_is_averaging``): with outer SGD at rate 1 it is local SGD.
-
-    Args:
-        model, optimizer, warmup_steps, optimizer_state, buffers, process_group, timeout_s: as of
-            :class:`LocalSGD`.
-        steps: H, inner steps of a round.
-        outer: makes the outer optimizer of a list of tensors; :func:`nesterov` if left out.
-        fragments: parts of the parameters, of about equal size, exchanged one after the other
-            within a round. More: smaller peaks on the link.
-        overlap_steps: inner steps in which an exchange goes on; 0: the loop waits for it.
-        mixing: share of its own parameters that a rank keeps when a late average comes, of
-            overlapped exchanges; 0.5 if None, the paper's.
-        compress: method of the outer exchange: a name, an aggregator or a collective.
-    """
-
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        steps: Period = 32,
-        *,
-        outer: Callable[[list[torch.Tensor]], torch.optim.Optimizer] = nesterov,
-        fragments: int = 1,
-        overlap_steps: int = 0,
-        mixing: float | None = None,
-        compress: str | Aggregator | Collective = "backend",
-        warmup_steps: int = 0,
-        optimizer_state: OptimizerState = "keep",
-        buffers: Buffers = "average",
-        process_group: dist.ProcessGroup | None = None,
-        timeout_s: float = 60.0,
-    ) -> None:
-        super().__init__(
-            model,
-            optimizer,
-            steps,
-            outer=outer,
-            fragments=fragments,
-            overlap_steps=overlap_steps,
-            mixing=(0.5 if overlap_steps else 0.0) if mixing is None else mixing,
-            warmup_steps=warmup_steps,
-            optimizer_state=optimizer_state,
-            buffers=buffers,
-            method=compress,
-            process_group=process_group,
-            timeout_s=timeout_s,
-        )
-
-
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor in fp32, or fp64 if it is: what differences are taken in."""
-    tensor = tensor.detach()
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
-
-
-def _split(
-    named: Sequence[tuple[str, torch.Tensor]], count: int
-) -> list[list[tuple[str, torch.Tensor]]]:
-    """Cut a sequence of tensors into ``count`` parts of about equal size, none empty."""
-    total = sum(tensor.numel() for _, tensor in named)
-    parts: list[list[tuple[str, torch.Tensor]]] = [[]]
-    taken = 0
-    for place, (name, tensor) in enumerate(named):
-        left = len(named) - place
-        full = parts[-1] and taken >= total * len(parts) / count
-        needed = parts[-1] and left <= count - len(parts)
-        if len(parts) < count and (full or needed):
-            parts.append([])
-        parts[-1].append((name, tensor))
-        taken += tensor.numel()
-    return parts
+            fragment.check_state(saved)
 
 
 def _products(own: list[torch.Tensor], mean: list[torch.Tensor]) -> tuple[float, float, float]:
