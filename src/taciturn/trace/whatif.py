@@ -1,16 +1,17 @@
 """What a step would take if less were sent, the link were faster, or a method coded what is sent.
 
 Only transfers change: a collective that takes ``t`` from last arrival to end has a part ``alpha``
-that no byte causes, and a rest that goes with bytes and bandwidth. Waiting stays, and follows from
-the replay. A method adds the seconds of its codec where the transfer runs: on the stream, or on the
-thread of gloo, whose core the calling thread may need as well.
+that no byte causes, and a rest that goes with bytes and bandwidth. Transfers that overlap share the
+link (:mod:`taciturn.trace.sharing`). Waiting stays, and follows from the replay. A method adds the
+seconds of its codec where the transfer runs: on the stream, or on the thread of gloo, whose core
+the calling thread may need as well.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -22,12 +23,12 @@ from numpy.typing import NDArray
 from taciturn.errors import InputError
 from taciturn.trace.analysis import Analysis
 from taciturn.trace.collectives import Collective
-from taciturn.trace.exposure import step_ends
+from taciturn.trace.exposure import Class, class_of, step_ends
 from taciturn.trace.graph import Graph
 from taciturn.trace.occupation import mean_s
-from taciturn.trace.replay import Variant, replay
 from taciturn.trace.report import Prediction, Report
-from taciturn.trace.timeline import fair_share_ns
+from taciturn.trace.sharing import Links
+from taciturn.trace.timeline import unite
 from taciturn.units import format_seconds
 
 __all__ = ["Change", "CodecCost", "Link", "fit_link", "parse_change", "predict", "read_codecs"]
@@ -46,6 +47,9 @@ _METHOD = re.compile(r"method\s*=\s*(?P<method>\S.*)")
 
 MAX_ALPHA_NS = 10_000_000
 """More latency than any network within a data centre gives one call; say --alpha where it is."""
+
+EVENT_S = 2.5e-6
+"""CPU time that recording one event takes; measured in :mod:`taciturn.trace.recording`."""
 
 
 @dataclass(frozen=True)
@@ -172,17 +176,14 @@ def _canonical(method: str) -> str:
 def fit_link(analysis: Analysis, name: str) -> Link:
     """``alpha`` and ``beta`` of one kind of collective, from its own transfers in the trace.
 
-    Transfers of a rank that overlap share its link: each counts with its share of the time, as if
-    it had been alone. Least squares of the relative error over the median of each size, neither
-    below zero, ``alpha`` not above the shortest transfer or what any network has. Sizes that differ
-    by less than a factor of two, or fewer than three, give no ``alpha``.
+    Transfers of a rank that overlap share its link and count as one, of all their bytes. Least
+    squares of the relative error over the median of each size, neither below zero, ``alpha`` not
+    above the shortest or what any network has. Sizes that differ by less than a factor of two, or
+    fewer than three, give no ``alpha``.
     """
     by_size: dict[int, list[float]] = defaultdict(list)
-    for transfers in _by_rank(analysis, name).values():
-        starts, ends = [start for _, start, _ in transfers], [end for _, _, end in transfers]
-        for (size, _, _), ns in zip(transfers, fair_share_ns(starts, ends).tolist(), strict=True):
-            if size:
-                by_size[size].append(ns / 1e9)
+    for size, ns in _bursts(analysis, name):
+        by_size[size].append(ns / 1e9)
     sizes = sorted(size for size in by_size if median(by_size[size]) > 0)
     if len(sizes) < 3 or sizes[-1] < 2 * sizes[0]:
         return Link(given=False)
@@ -199,14 +200,24 @@ def fit_link(analysis: Analysis, name: str) -> Link:
     return Link(alpha, beta, given=False)
 
 
-def _by_rank(analysis: Analysis, name: str) -> dict[int, list[tuple[int, int, int]]]:
-    """By rank, size, start and end of each transfer; those of unknown size have 0."""
-    found: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+def _bursts(analysis: Analysis, name: str) -> Iterator[tuple[int, int]]:
+    """Bytes and length of each stretch of time with transfers on a rank; those of known size."""
+    by_rank: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
     for meeting in analysis.meetings:
         if meeting.first.name == name:
             for one, ns in _transfers(meeting.members):
-                found[one.rank].append((one.size_bytes or 0, one.end_ns - ns, one.end_ns))
-    return found
+                by_rank[one.rank].append((one.end_ns - ns, one.end_ns, one.size_bytes or 0))
+    for transfers in by_rank.values():
+        start, end, size = np.array(sorted(transfers), np.int64).T
+        spans = unite(start, end)
+        of = np.searchsorted(spans.start_ns, start, side="right") - 1
+        moves = end > start
+        total = np.zeros(len(spans), np.int64)
+        np.add.at(total, of[moves], size[moves])
+        unknown = np.zeros(len(spans), np.bool_)
+        unknown[of[moves & (size == 0)]] = True
+        length = spans.end_ns - spans.start_ns
+        yield from zip(total[~unknown].tolist(), length[~unknown].tolist(), strict=True)
 
 
 def _transfers(members: Sequence[Collective]) -> list[tuple[Collective, int]]:
@@ -261,9 +272,10 @@ def _predict(
 
 
 class _Edges:
-    """New weights of the transfers that a change is about: likely, and the extremes of ``alpha``.
+    """New works of the transfers that a change is about: likely, and the extremes of ``alpha``.
 
     Attributes:
+        shared: works as measured, and replays with others.
         likely: by edge, in ns.
         fast: with ``alpha`` zero, so that everything goes with the bytes.
         slow: with ``alpha`` as large as the shortest transfer, codecs on the calling thread too.
@@ -284,7 +296,13 @@ class _Edges:
         self.slow: dict[int, int] = {}
         self.calls: dict[int, int] = {}
         graph = analysis.graph
-        least = _shortest(analysis)
+        self.shared = Links(graph, analysis.meetings)
+        work_ns = self.shared.work_ns
+        least: dict[Class, int] = {}
+        for meeting, edges in zip(analysis.meetings, graph.transfers, strict=True):
+            shortest = min((work_ns[edge] for edge in edges), default=0)
+            what = class_of(meeting.first)
+            least[what] = min(least.get(what, shortest), shortest)
         on_cpu = {view.rank: not view.on_gpu for view in analysis.views}
         for meeting, edges, calls in zip(
             analysis.meetings, graph.transfers, graph.calls, strict=True
@@ -295,10 +313,10 @@ class _Edges:
             size = first.size_bytes or 0
             codec_ns = round(1e9 * (cost.codec_s + cost.codec_s_per_byte * size)) if cost else 0
             alone = meeting.alone
-            shortest = least[first.name, first.group, first.size_bytes]
+            shortest = least[class_of(first)]
             known = links[first.name]
             for edge in edges:
-                whole = int(graph.weight_ns[edge])
+                whole = work_ns[edge]
                 # Of one rank alone, no more than the shortest is known to be transfer.
                 moving = min(whole, shortest) if alone else whole
                 new = _Scaling(change, cost, known, size, shortest)
@@ -307,7 +325,7 @@ class _Edges:
                 self.slow[edge] = whole - moving + new.slow(moving) + codec_ns
             if codec_ns and on_cpu.get(first.rank, False):
                 self.calls.update(dict.fromkeys(calls, codec_ns))
-        before = sum(int(graph.weight_ns[edge]) for edge in self.likely)
+        before = sum(work_ns[edge] for edge in self.likely)
         self.gone = 1 - sum(self.fast.values()) / before if before else 0.0
         self.added_ns = (sum(self.likely.values()) - before) / len(analysis.views)
 
@@ -355,34 +373,35 @@ class _Scaling:
         return max(self._possible(transfer))
 
 
-def _shortest(analysis: Analysis) -> dict[tuple[str, str, int | None], int]:
-    """By class, the shortest transfer of any member in ns."""
-    least: dict[tuple[str, str, int | None], int] = {}
-    for meeting in analysis.meetings:
-        first = meeting.first
-        key = (first.name, first.group, first.size_bytes)
-        for _, transfer in _transfers(meeting.members):
-            least[key] = min(least.get(key, transfer), transfer)
-    return least
-
-
 def _bounded(
     analysis: Analysis, change: Change, edges: _Edges, notes: tuple[str, ...]
 ) -> Prediction:
     """The likely saving, between what is certain and what every possible wait would give."""
     graph, base = analysis.graph, analysis.report.mean.completed_s
-    fast = Variant(edges.fast)
-    variants = [Variant({}), Variant(edges.likely), fast, Variant(edges.slow, edges.calls)]
-    measured = _mean_steps_s(graph, replay(graph, variants))
-    proven = _mean_steps_s(graph, replay(graph, variants, graph.proven_weight_ns))
-    soonest = _mean_steps_s(graph, replay(graph, [fast], graph.asap_weight_ns))
-    saved = [measured[0] - one for one in measured[1:]]
+
+    def step_s(
+        works: Mapping[int, int],
+        calls: Mapping[int, int] | None = None,
+        weights: NDArray[np.int64] | None = None,
+    ) -> float:
+        times = edges.shared.replay(works, calls, weights)
+        return _mean_steps_s(graph, times)[0]
+
+    now = step_s({})
+    saved = [
+        now - step_s(edges.likely),
+        now - step_s(edges.fast),
+        now - step_s(edges.slow, edges.calls),
+    ]
+    sure = graph.proven_weight_ns
+    certain = step_s({}, None, sure) - step_s(edges.slow, edges.calls, sure)
     # What does not compute while it moves, as far as it goes.
     most = edges.gone * _alone_s(analysis, change)
     if all(view.on_gpu for view in analysis.views):
-        most = min(most, base - soonest[0])
+        most = min(most, base - step_s(edges.fast, None, graph.asap_weight_ns))
     low = base - max(*saved, most)
-    high = base - min(*saved, proven[0] - proven[3])
+    high = base - min(*saved, certain)
+    low -= _recording_s(analysis)
     if edges.gone < 0:
         # Not more than all that is added, one after the other.
         high = max(high, base + edges.added_ns / len(graph.ends) / 1e9)
@@ -394,6 +413,18 @@ def _mean_steps_s(graph: Graph, times: NDArray[np.int64]) -> list[float]:
     ends = step_ends(graph, times)
     seconds: list[float] = ((ends[-1] - ends[0]) / len(graph.ends) / 1e9).tolist()
     return seconds
+
+
+def _recording_s(analysis: Analysis) -> float:
+    """What recording may have added to a step that is bound by the CPU; mean over ranks and steps.
+
+    With a GPU the CPU's time is not what bounds a step that waits for transfers.
+    """
+    count = 0
+    for view in analysis.views:
+        main = (view.events.lane == view.main_lane) & (view.step_index >= 0)
+        count += 0 if view.on_gpu else int(main.sum())
+    return EVENT_S * count / len(analysis.views) / len(analysis.graph.ends)
 
 
 def _alone_s(analysis: Analysis, change: Change) -> float:
