@@ -140,17 +140,26 @@ def _like_stock(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
                     return self.c(self.b(self.a(x).double()).bfloat16()).float()
 
             return Mixed()
-    elif kind == "view":
+    elif kind.endswith("view"):
         options = {"gradient_as_bucket_view": True}
     elif kind == "static":
         options = {"static_graph": True}
     shape = {"channels_last": (4, 2, 2, 2), "mixed": (4, 4)}.get(kind, (4, 20))
     results = []
+    # Buckets that are groups, or not; exchanged at once, or one after the other.
+    method, cap, group_bytes = Ring(), 0.002, SMALL
+    if kind.startswith("whole"):
+        cap, group_bytes = 0.003, round(0.003 * 2**20)
+    if kind.startswith("whole at once"):
+        method = "backend"
     for ours in (False, True):
-        model = DistributedDataParallel(net(), bucket_cap_mb=0.002, **options)
-        comm = ddp.attach(model, Ring(), group_bytes=SMALL, timeout_s=20) if ours else None
+        model = DistributedDataParallel(net(), bucket_cap_mb=cap, **options)
+        comm = ddp.attach(model, method, group_bytes=group_bytes, timeout_s=20) if ours else None
         for step in range(4):
             model.zero_grad(set_to_none=step % 2 == 0)
+            if step == 2 and comm is not None:  # DDP has rebuilt its buckets
+                for buffer in comm._exchange.buffers:
+                    buffer.zero_()
             generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
             for micro in range(2):
                 inputs = torch.randn(*shape, generator=generator)
@@ -164,11 +173,19 @@ def _like_stock(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
             assert parameter.grad.dtype == parameter.dtype
         results.append(torch.cat([p.grad.double().flatten() for p in model.parameters()]))
         if comm is not None:
+            if kind.startswith("whole"):  # what is exchanged in DDP's memory leaves ours alone
+                assert not any(buffer.any() for buffer in comm._exchange.buffers)
             comm.close()
     return results[0], results[1]
 
 
-@pytest.mark.parametrize("kind", ["plain", "channels_last", "mixed", "view", "static", "no_sync"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *["plain", "channels_last", "mixed", "view", "static", "no_sync"],
+        *["whole", "whole view", "whole at once", "whole at once view"],
+    ],
+)
 def test_mean_is_the_stock_average(kind, pool: Ranks):
     """The exact mean gives stock DDP's gradients, whatever the layout, dtypes and DDP's options."""
     for stock, ours in pool.run(_like_stock, kind):
@@ -376,7 +393,7 @@ def _resume(method: str) -> list[bool]:
     return results
 
 
-@pytest.mark.parametrize("method", [m for m in METHODS if m not in ("backend", "cast")])
+@pytest.mark.parametrize("method", METHODS)
 def test_resume_is_bit_equal(method, pool: Ranks):
     """A resumed run equals the uninterrupted one, whatever DDP's buckets are then."""
     assert pool.run(_resume, method) == [[True] * 3] * 4
@@ -879,8 +896,8 @@ def test_replicas_are_checked_through_the_communicator(pool: Ranks):
         assert spread > 0
 
 
-def _dies() -> tuple[float, str]:
-    model, _ = build("powersgd:rank=1", timeout_s=8)
+def _dies(method: str) -> tuple[float, str]:
+    model, _ = build(method, timeout_s=8)
     train(model, sgd(model), range(2))
     start = time.monotonic()
     if dist.get_rank() == 1:
@@ -892,9 +909,10 @@ def _dies() -> tuple[float, str]:
     return 0.0, "nothing happened"
 
 
-def test_a_rank_that_dies_is_named_to_the_others(new_ranks):
+@pytest.mark.parametrize("method", ["powersgd:rank=1", "backend"])
+def test_a_rank_that_dies_is_named_to_the_others(method, new_ranks):
     """Every other rank raises within the time-out, naming it."""
-    outcomes = new_ranks(3).outcomes(_dies, timeout_s=60, lost=[1])
+    outcomes = new_ranks(3).outcomes(_dies, method, timeout_s=60, lost=[1])
     for rank in (0, 2):
         seconds, text = outcomes[rank].result
         assert seconds < 10

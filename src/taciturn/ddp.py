@@ -33,7 +33,7 @@ from taciturn.aggregators.base import Aggregator
 from taciturn.collectives.base import Collective
 from taciturn.error_feedback import ErrorFeedback
 from taciturn.errors import InputError, MismatchError, PeerError
-from taciturn.exchange import GROUP_BYTES, Exchange, agree, all_finite
+from taciturn.exchange import FIRST_BYTES, GROUP_BYTES, Exchange, agree, all_finite
 from taciturn.ledger import LedgerCounts
 from taciturn.methods import as_aggregator
 from taciturn.ranges import check_whole
@@ -104,7 +104,6 @@ class _Bucket(NamedTuple):
     targets: list[torch.Tensor]
     """Parts of its bucket that averages are first copied to; none if it takes them from ours."""
     sources: list[torch.Tensor]
-    groups: frozenset[int]
     ready: Any
     """CUDA event after which the gradients are in the groups' buffers; None on the CPU."""
 
@@ -151,7 +150,8 @@ def attach(
         aggregator = as_aggregator(method)
         _check_options(nonfinite, optimizer, scaler, resync_every, group_bytes)
         _check_model(model, aggregator, optimizer)
-        exchange = Exchange(_backward_order(model), aggregator, transport, group_bytes)
+        first = FIRST_BYTES if aggregator.overlaps else None
+        exchange = Exchange(_backward_order(model), aggregator, transport, group_bytes, first)
         options = {"nonfinite": repr(nonfinite), "resync_every": repr(resync_every)}
         agreed = exchange.describe() | options
     except Exception as error:
@@ -324,6 +324,8 @@ class Communicator:
     def _reset(self) -> None:
         self._left = [len(group.names) for group in self._exchange.groups]
         self._next = 0
+        # Groups that are exchanged in the memory of a bucket that holds them and nothing else.
+        self._in_place: dict[int, torch.Tensor] = {}
 
     # -- in DDP's threads
 
@@ -364,15 +366,19 @@ class Communicator:
         if not self._in_midst():
             _after_backward(self._raise_error)
         self._idle.clear()
-        targets, sources, groups = [], [], set()
+        targets, sources, groups = [], [], set[int]()
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             g, place = self._exchange.place(self._names[id(parameter)])
             targets.append(gradient.reshape(-1))  # DDP shows it in memory order, as groups have it
             sources.append(place)
             groups.add(g)
             self._left[g] -= 1
-        torch._foreach_copy_(sources, targets)
         result = _joined(sources) if buffer.dtype == sources[0].dtype and len(groups) == 1 else None
+        (first, *_) = groups
+        if result is not None and result.numel() == self._exchange.buffers[first].numel():
+            self._in_place[first] = result = buffer  # the bucket is the group: no copies
+        else:
+            torch._foreach_copy_(sources, targets)
         if result is None:
             result = buffer
         else:
@@ -381,11 +387,9 @@ class Communicator:
         if buffer.is_cuda:
             ready = torch.cuda.Event()
             ready.record()
-        self._jobs.put(
-            ("bucket", _Bucket(future, result, targets, sources, frozenset(groups), ready))
-        )
+        self._jobs.put(("bucket", _Bucket(future, result, targets, sources, ready)))
         while self._next < len(self._exchange.groups) and self._left[self._next] == 0:
-            self._jobs.put(("group", self._next))
+            self._jobs.put(("group", (self._next, self._in_place.pop(self._next, None))))
             self._next += 1
         if self._next == len(self._exchange.groups):
             self._reset()
@@ -441,9 +445,8 @@ class Communicator:
     def _run(self, threads: int) -> None:
         torch.set_num_threads(threads)
         buckets: list[_Bucket] = []
-        done: set[int] = set()
+        begun: list[Callable[[], bool]] = []
         start, counts = 0.0, self.transport.ledger.snapshot()
-        finite: list[bool] = []
         while True:
             kind, job = self._jobs.get()
             if kind == "stop":
@@ -454,28 +457,30 @@ class Communicator:
                 if kind == "bucket":
                     buckets.append(job)
                 else:
-                    if not done:
+                    if not begun:
                         start, counts = time.perf_counter(), self.transport.ledger.snapshot()
                         self._set_scale()
-                    finite.append(self._aggregate(job, buckets))
-                    done.add(job)
-                    if len(done) == len(self._exchange.groups):
-                        self._count_step(self._exchange.finish_step(all(finite)), start, counts)
-                        finite.clear()
-                buckets = self._release(buckets, done)
-                if len(done) == len(self._exchange.groups):
-                    done.clear()
+                    g, buffer = job
+                    begun.append(self._begin(g, buffer, buckets))
+                if len(begun) == len(self._exchange.groups):
+                    finite = [finish() for finish in begun]
+                    begun = []
+                    self._count_step(self._exchange.finish_step(all(finite)), start, counts)
+                    self._release(buckets)
+                    buckets = []
                     self._idle.set()
             except Exception as error:
                 self._fail(error, buckets, own=kind == "error")
                 return
 
-    def _aggregate(self, g: int, buckets: list[_Bucket]) -> bool:
-        """Average one group; say whether the result is finite."""
+    def _begin(
+        self, g: int, buffer: torch.Tensor | None, buckets: list[_Bucket]
+    ) -> Callable[[], bool]:
+        """Begin to average a group, in DDP's bucket if one is given: :meth:`Exchange.start`."""
         for bucket in buckets:
             if bucket.ready is not None:
                 bucket.ready.wait(torch.cuda.current_stream(self._exchange.buffers[g].device))
-        return self._exchange.average(g)
+        return self._exchange.start(g, buffer)
 
     def _set_scale(self) -> None:
         scale = float(self.scaler.get_scale()) if self.scaler is not None else 1.0
@@ -505,17 +510,12 @@ class Communicator:
             spread=self._spread.overall if self._spread else None,
         )
 
-    def _release(self, buckets: list[_Bucket], done: set[int]) -> list[_Bucket]:
-        """Give DDP the buckets whose groups are done; return the others."""
-        rest = []
+    def _release(self, buckets: list[_Bucket]) -> None:
+        """Give DDP the averages."""
         for bucket in buckets:
-            if not bucket.groups <= done:
-                rest.append(bucket)
-                continue
             if bucket.targets:
                 torch._foreach_copy_(bucket.targets, bucket.sources)
             bucket.future.set_result(bucket.result)
-        return rest
 
     def _fail(self, error: Exception, buckets: list[_Bucket], own: bool) -> None:
         """End this step and all later ones with ``error``, here and on the other ranks.

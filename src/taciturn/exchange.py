@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,9 +22,11 @@ from taciturn.errors import InputError, MismatchError
 from taciturn.ledger import labelled
 from taciturn.transport import DistributedTransport
 
-__all__ = ["GROUP_BYTES", "Exchange", "agree", "all_finite"]
+__all__ = ["FIRST_BYTES", "GROUP_BYTES", "Exchange", "agree", "all_finite"]
 
 GROUP_BYTES = 25 * 2**20
+FIRST_BYTES = 2**20
+"""Of a first group that others overlap: small, so that its exchange begins early, as in DDP."""
 """DDP's own default for buckets."""
 
 _VERSION = 1
@@ -107,7 +109,8 @@ class Exchange:
             devices count. fp64 ones are exchanged as they are, all others in fp32.
         aggregator: of this exchange alone.
         transport: the ranks.
-        group_bytes: of the buffer of a group, about; a larger tensor has a group of its own.
+        group_bytes: of the buffer of a group, about: the tensor that reaches it is its last.
+        first_bytes: the same of the first group; ``group_bytes`` if None.
 
     Attributes:
         groups: cut from the tensors, one device and dtype each.
@@ -121,11 +124,13 @@ class Exchange:
         aggregator: Aggregator,
         transport: DistributedTransport,
         group_bytes: int = GROUP_BYTES,
+        first_bytes: int | None = None,
     ) -> None:
         self.aggregator, self.transport = aggregator, transport
         self.replicas_differ = not aggregator.bit_identical and transport.size > 1
         self._tensors = dict(tensors)
-        self._set_groups(_cut(list(tensors), group_bytes))
+        self._last: torch.Tensor | None = None
+        self._set_groups(_cut(list(tensors), group_bytes, first_bytes or group_bytes))
 
     def _set_groups(self, cut: list[tuple[Group, _Kind]]) -> None:
         self.groups = [group for group, _ in cut]
@@ -170,12 +175,31 @@ class Exchange:
         if isinstance(self.aggregator, ErrorFeedback):
             self.aggregator.scale = scale
 
-    def average(self, g: int) -> bool:
-        """Average one group's buffer; say whether the result is finite here."""
-        buffer = self.buffers[g]
+    def start(self, g: int, buffer: torch.Tensor | None = None) -> Callable[[], bool]:
+        """Begin to average one group; several may be under way where the aggregator overlaps them.
+
+        Args:
+            g: index of the group.
+            buffer: memory like ``buffers[g]`` to do it in, instead of there.
+
+        Returns:
+            What waits for the average and says whether it is finite here; to be called once, in the
+            order in which the groups were begun.
+        """
+        buffer = self.buffers[g] if buffer is None else buffer
+        self._last = buffer
         with labelled("exchange"):
-            self.aggregator.aggregate(buffer, self.groups[g], self.transport)
-        return all_finite(buffer)
+            wait = self.aggregator.start(buffer, self.groups[g], self.transport)
+        if wait is None:
+            finite = all_finite(buffer)  # now, and not when other groups have been exchanged
+            return lambda: finite
+
+        def finish() -> bool:
+            with labelled("exchange"):
+                wait()
+            return all_finite(buffer)
+
+        return finish
 
     def finish_step(self, finite: bool) -> bool:
         """End a step after its last group; return whether all ranks found it finite.
@@ -188,8 +212,8 @@ class Exchange:
             with labelled("exchange"):
                 Ring().all_reduce(flag, self.transport)
             agreed = not flag.item()
-            if finite and not agreed:
-                self.buffers[-1].fill_(float("nan"))
+            if finite and not agreed and self._last is not None:
+                self._last.fill_(float("nan"))
             finite = agreed
         self.aggregator.finish_step(keep=finite)
         return finite
@@ -204,7 +228,7 @@ class Exchange:
         finite = True
         for g, group in enumerate(self.groups):
             torch._foreach_copy_(views[g], [tensors[name] for name in group.names])
-            finite &= self.average(g)
+            finite &= self.start(g)()
         finite = self.finish_step(finite)
         for group, parts in zip(self.groups, views, strict=True):
             torch._foreach_copy_([tensors[name] for name in group.names], parts)
@@ -259,7 +283,7 @@ class Exchange:
 
     def _cut_as(self, state: Mapping[str, Any]) -> list[tuple[Group, _Kind]]:
         tensors = [[(name, self._tensors[name]) for name in group] for group in state["groups"]]
-        return [cut for some in tensors for cut in _cut(some, 1 << 62)]
+        return [cut for some in tensors for cut in _cut(some, 1 << 62, 1 << 62)]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore on this rank what :meth:`state_dict` returned and :meth:`check_state` accepts.
@@ -279,9 +303,9 @@ class Exchange:
 
 
 def _cut(
-    tensors: Sequence[tuple[str, torch.Tensor]], group_bytes: int
+    tensors: Sequence[tuple[str, torch.Tensor]], group_bytes: int, first_bytes: int
 ) -> list[tuple[Group, _Kind]]:
-    """Cut the tensors into groups of one device and dtype, in order, of about ``group_bytes``."""
+    """Cut the tensors into groups of one device and dtype, in order, as DDP cuts its buckets."""
     groups: list[tuple[Group, _Kind]] = []
     current: list[tuple[str, torch.Tensor]] = []
     kind: _Kind | None = None
@@ -289,7 +313,8 @@ def _cut(
     for name, tensor in tensors:
         dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
         nbytes = tensor.numel() * dtype.itemsize
-        if kind is not None and (kind != (dtype, tensor.device) or size + nbytes > group_bytes):
+        most = group_bytes if groups else min(first_bytes, group_bytes)
+        if kind is not None and (kind != (dtype, tensor.device) or size >= most):
             groups.append((Group.of(current), kind))
             current, size = [], 0
         current.append((name, tensor))

@@ -17,7 +17,7 @@ threads and on real processes:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
@@ -101,6 +101,8 @@ class Aggregator(ABC):
     """The method's name in the grammar; empty for what is not in it."""
     biased: ClassVar[bool] = False
     """What is left out is lost unless it is fed back (:mod:`taciturn.error_feedback`)."""
+    overlaps: bool = False
+    """Groups are exchanged at once, as DDP's own buckets are: :meth:`start` does not wait."""
     bit_identical: bool = True
     """All ranks end with the same bits; otherwise only the mean over ranks is right."""
 
@@ -143,6 +145,21 @@ class Aggregator(ABC):
         Raises:
             InputError, MismatchError, PeerError: as :meth:`Collective.all_reduce`.
         """
+
+    def start(
+        self, gradients: torch.Tensor, group: Group, transport: Transport
+    ) -> Callable[[], None] | None:
+        """Begin :meth:`aggregate`, without a residual; several groups may be under way at once.
+
+        Returns:
+            What has to be called before ``gradients`` are used, once, in the order of the calls;
+            None if there is nothing to wait for, as in aggregators that do not overlap groups.
+
+        Raises:
+            InputError, MismatchError, PeerError: as :meth:`aggregate`; so may what is returned.
+        """
+        self.aggregate(gradients, group, transport)
+        return None
 
     @abstractmethod
     def cost(self, group: Group, dtype: torch.dtype, ranks: int, rank: int = 0) -> Cost | None:

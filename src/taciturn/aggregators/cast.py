@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -42,6 +43,7 @@ class Cast(Aggregator):
     def __post_init__(self) -> None:
         if self.wire not in _DTYPES:
             raise InputError(f"wire={self.wire!r}: choose {' or '.join(_DTYPES)}")
+        self.overlaps = True
 
     @override
     def aggregate(
@@ -57,6 +59,15 @@ class Cast(Aggregator):
         if residual is not None and transport.size > 1:
             residual.mul_(transport.size)
 
+    @override
+    def start(
+        self, gradients: torch.Tensor, group: Group, transport: Transport
+    ) -> Callable[[], None] | None:
+        if not isinstance(transport, DistributedTransport) or transport.size == 1:
+            return super().start(gradients, group, transport)
+        gradients.div_(transport.size)
+        return self._backend(transport).start(gradients, transport)
+
     def _backend(self, transport: Transport) -> Backend:
         if not isinstance(transport, DistributedTransport) or transport.size == 1:
             return Backend(check=False)
@@ -67,7 +78,7 @@ class Cast(Aggregator):
             warnings.warn(
                 f"this backend cannot sum {self.wire}: gradients travel as they are", stacklevel=2
             )
-        return Backend()
+        return Backend(check=False)
 
     @override
     def cost(self, group: Group, dtype: torch.dtype, ranks: int, rank: int = 0) -> Cost | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +14,7 @@ from taciturn.aggregators.base import Aggregator, Group
 from taciturn.collectives.backend import Backend
 from taciturn.collectives.base import Collective, Cost
 from taciturn.grammar import Method, with_option
-from taciturn.transport import Transport
+from taciturn.transport import DistributedTransport, Transport
 
 __all__ = ["Mean"]
 
@@ -34,6 +34,7 @@ class Mean(Aggregator):
 
     def __post_init__(self) -> None:
         self.bit_identical = self.over.exact or self.over.bit_identical
+        self.overlaps = isinstance(self.over, Backend) and not self.over.check
 
     @property
     @override
@@ -53,6 +54,22 @@ class Mean(Aggregator):
         self.over.all_reduce(gradients, transport, residual)
         if transport.size > 1:
             gradients.div_(transport.size)
+
+    @override
+    def start(
+        self, gradients: torch.Tensor, group: Group, transport: Transport
+    ) -> Callable[[], None] | None:
+        if not isinstance(transport, DistributedTransport) or transport.size == 1:
+            return super().start(gradients, group, transport)
+        if not isinstance(self.over, Backend) or self.over.check:
+            return super().start(gradients, group, transport)
+        wait = self.over.start(gradients, transport)
+
+        def finish() -> None:
+            wait()
+            gradients.div_(transport.size)
+
+        return finish
 
     @override
     def cost(self, group: Group, dtype: torch.dtype, ranks: int, rank: int = 0) -> Cost | None:

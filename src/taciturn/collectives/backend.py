@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -63,16 +64,44 @@ class Backend(Collective):
             # with their predecessor may begin: gloo's ring takes data between neighbours only, so
             # it never passes between two that differ, and ends when who stayed away closes.
             transport.agree(header, *([n] for n in ring_neighbours(transport)))
+        self._start(flat, transport, residual)()
+
+    def start(self, flat: torch.Tensor, transport: DistributedTransport) -> Callable[[], None]:
+        """Begin what :meth:`all_reduce` does; several may be under way at once.
+
+        Args:
+            flat: 1-D, contiguous, fp32 or fp64; the ranks agree on it (``check=False``).
+            transport: as of :meth:`all_reduce`.
+
+        Returns:
+            What has to be called before ``flat`` is used, once, in the order of the calls.
+
+        Raises:
+            PeerError: a rank died, went silent or failed; what is returned raises it too.
+        """
+        if self.check:
+            raise InputError("only ranks that agree beforehand can overlap calls: check=False")
+        transport.calls += 1
+        transport.round = 0
+        return self._start(flat, transport, None)
+
+    def _start(
+        self, flat: torch.Tensor, transport: DistributedTransport, residual: torch.Tensor | None
+    ) -> Callable[[], None]:
         if self.wire is None or _WIRES[self.wire] == flat.dtype:
-            transport.backend_all_reduce(flat)
-            return
+            return transport.start_all_reduce(flat)
         with transport.ledger.codec():
             narrow = flat.to(_WIRES[self.wire])
             if residual is not None:
                 torch.sub(flat, narrow, out=residual)
-        transport.backend_all_reduce(narrow)
-        with transport.ledger.codec():
-            flat.copy_(narrow)
+        wait = transport.start_all_reduce(narrow)
+
+        def finish() -> None:
+            wait()
+            with transport.ledger.codec():
+                flat.copy_(narrow)
+
+        return finish
 
     @override
     def cost(self, numel: int, dtype: torch.dtype, ranks: int, rank: int = 0) -> Cost | None:

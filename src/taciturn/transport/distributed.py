@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, ClassVar, NoReturn
@@ -179,19 +179,29 @@ class DistributedTransport(Transport):
         ]
         return sent, received
 
-    def backend_all_reduce(self, flat: torch.Tensor) -> None:
-        """Sum ``flat`` over the ranks in place with the backend's own algorithm, uncounted.
+    def start_all_reduce(self, flat: torch.Tensor) -> Callable[[], None]:
+        """Begin to sum ``flat`` in place with the backend's own algorithm, which is not counted.
+
+        Returns what has to be called before ``flat`` is used, once, in the order of the calls.
 
         Raises:
-            PeerError: a rank died, went silent or failed.
+            PeerError: a rank died, went silent or failed; what is returned raises it too.
         """
         if self._failure is not None:
             raise self._failure
         try:
-            with self.ledger.waiting():
-                self.group.allreduce([flat]).wait()
+            work = self.group.allreduce([flat])
         except RuntimeError as error:
-            self.lost(None, error)  # gloo does not say on whom it waited
+            self.lost(None, error)
+
+        def finish() -> None:
+            try:
+                with self.ledger.waiting():
+                    work.wait()
+            except RuntimeError as error:
+                self.lost(None, error)  # gloo does not say on whom it waited
+
+        return finish
 
     def can_reduce(self, dtype: torch.dtype) -> bool:
         """Say whether the backend sums this dtype. All ranks call it, and get the same answer."""
