@@ -8,7 +8,7 @@ from statistics import fmean
 
 from taciturn.trace.collectives import Collective, Meeting
 from taciturn.trace.kinds import Kind
-from taciturn.trace.timeline import Intervals, subtract, unite
+from taciturn.trace.timeline import Intervals, intersect, subtract, unite
 from taciturn.trace.view import View
 
 __all__ = ["Occupation", "mean_s", "united"]
@@ -51,13 +51,20 @@ class Occupation:
 
     def moving(self, meetings: Sequence[Meeting]) -> Intervals:
         """With one of them under way after all ranks have come, and nothing computed."""
+        return subtract(self._transfers(meetings), self.compute)
+
+    def computing_beside(self, meetings: Sequence[Meeting]) -> Intervals:
+        """With one of them under way after all ranks have come, and something computed."""
+        return intersect(self._transfers(meetings), self.compute)
+
+    def _transfers(self, meetings: Sequence[Meeting]) -> Intervals:
         spans = [
             (max(max(each.start_ns for each in meeting.members), one.start_ns), one.end_ns)
             for meeting in meetings
             for one in meeting.members
             if one.rank == self.view.rank
         ]
-        return subtract(unite([a for a, _ in spans], [b for _, b in spans]), self.compute)
+        return unite([a for a, _ in spans], [b for _, b in spans])
 
 
 def united(collectives: Sequence[Collective]) -> Intervals:

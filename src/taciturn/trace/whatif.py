@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from taciturn.errors import InputError
 from taciturn.trace.analysis import Analysis
-from taciturn.trace.collectives import Collective
+from taciturn.trace.collectives import Collective, Meeting
 from taciturn.trace.exposure import Class, class_of, step_ends
 from taciturn.trace.graph import Graph
 from taciturn.trace.occupation import mean_s
@@ -401,7 +401,7 @@ def _bounded(
         most = min(most, base - step_s(edges.fast, None, graph.asap_weight_ns))
     low = base - max(*saved, most)
     high = base - min(*saved, certain)
-    low -= _recording_s(analysis)
+    low -= _recording_s(analysis) + max(0.0, edges.gone) * _crowding_s(analysis, change)
     if edges.gone < 0:
         # Not more than all that is added, one after the other.
         high = max(high, base + edges.added_ns / len(graph.ends) / 1e9)
@@ -429,13 +429,28 @@ def _recording_s(analysis: Analysis) -> float:
 
 def _alone_s(analysis: Analysis, change: Change) -> float:
     """Transfer that is not overlapped by compute, of what a change is about; mean over steps."""
-    steps = len(analysis.graph.ends)
-    about = [
+    about = _about(analysis, change)
+    alone = [one.moving(about) for one in analysis.occupations]
+    return mean_s(alone) / len(analysis.graph.ends)
+
+
+def _crowding_s(analysis: Analysis, change: Change) -> float:
+    """How much faster compute may be without the transfers beside it; mean over steps.
+
+    On a CPU these take its cores: what ran beside them may have taken up to twice its time.
+    """
+    about = _about(analysis, change)
+    beside = [one.computing_beside(about) for one in analysis.occupations if not one.view.on_gpu]
+    return mean_s(beside) / 2 / len(analysis.graph.ends)
+
+
+def _about(analysis: Analysis, change: Change) -> list[Meeting]:
+    """The collectives in steps that a change is about."""
+    return [
         meeting
         for meeting in analysis.meetings
         if (not change.name or meeting.first.name == change.name) and meeting.first.step >= 0
     ]
-    return mean_s([one.moving(about) for one in analysis.occupations]) / steps
 
 
 def _notes(
