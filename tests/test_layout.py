@@ -30,6 +30,7 @@ TORCH_FREE = [
     "taciturn.collectives.codes",
     "taciturn.errors",
     "taciturn.grammar",
+    "taciturn.link",
     "taciturn.methods",
     "taciturn.testbed",
     "taciturn.trace",
