@@ -33,7 +33,7 @@ from taciturn.aggregators.base import Aggregator
 from taciturn.collectives.base import Collective
 from taciturn.error_feedback import ErrorFeedback
 from taciturn.errors import InputError, MismatchError, PeerError
-from taciturn.exchange import GROUP_BYTES, Exchange, agree, all_finite
+from taciturn.exchange import GROUP_BYTES, Exchange, agree, all_finite, backward_order
 from taciturn.ledger import LedgerCounts
 from taciturn.methods import as_aggregator
 from taciturn.ranges import check_whole
@@ -242,20 +242,9 @@ def _trained(model: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
 
 
 def _backward_order(model: DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:
-    """Return the parameters with gradients, about as backward makes these.
-
-    Where DDP's buckets hold the same ones in the same order, it can take averages from our buffers
-    as they are. Modules come in reverse, a module's own parameters as they are, but a linear
-    layer's weight last, since its gradient is transposed after the bias's is there.
-    """
-    order = []
-    for prefix, owner in reversed(list(model.module.named_modules())):
-        names = [name for name, _ in owner.named_parameters(recurse=False)]
-        if isinstance(owner, torch.nn.Linear):
-            names.sort(key="weight".__eq__)
-        order += [f"{prefix}.{name}" if prefix else name for name in names]
+    """Return the parameters with gradients, about as backward makes these."""
     parameters = _trained(model)
-    return [(name, parameters[name]) for name in order if name in parameters]
+    return [(name, parameters[name]) for name in backward_order(model.module) if name in parameters]
 
 
 class Communicator:
