@@ -260,6 +260,95 @@ def _testbed(
     raise typer.Exit(status)
 
 
+@app.command("plan")
+def _plan(
+    link: Annotated[Path, typer.Option(help="What taciturn probe --out wrote.")],
+    model: Annotated[
+        str,
+        typer.Option(
+            help="What is exchanged: gpt-05m, gpt-5m, gpt-50m, gpt-500m; sizes of buckets in the "
+            "order of backward, as 25MiB,25MiB,3MiB; or module:callable, which returns a module."
+        ),
+    ],
+    step_compute: Annotated[
+        str | None,
+        typer.Option(
+            help="Seconds of a step without any exchange, all ranks at work: 180ms. From --trace "
+            "if not given."
+        ),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder with torch.profiler's files of a DDP run: when which gradients are there."
+        ),
+    ] = None,
+    backward_share: Annotated[
+        float | None,
+        typer.Option(help="Share of the compute that backward is; 0.6 if not given."),
+    ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(help="Ranks to plan for; those of the probe if not given, else extrapolated."),
+    ] = None,
+    quality: Annotated[
+        str,
+        typer.Option(
+            help="What must be right: every-replica; mean (over replicas, which may differ); any "
+            "(a step may leave out much, and add it later)."
+        ),
+    ] = "every-replica",
+    methods: Annotated[
+        str | None,
+        typer.Option(help="Methods to weigh beside DDP's own, with ; between them."),
+    ] = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="One JSON object instead of the table.")
+    ] = False,
+) -> None:
+    """Predict the step time of each method on a probed link, and say which to take, or none.
+
+    Example: taciturn plan --link link.json --model gpt-5m --step-compute 300ms
+    """
+    from taciturn.link import Link
+    from taciturn.plan import Compute, make_plan, parse_model, read_timing
+    from taciturn.plan.timing import BACKWARD_SHARE
+    from taciturn.units import parse_seconds
+
+    if step_compute is None and trace is None:
+        raise InputError(
+            "--step-compute or --trace is needed: how long a step takes without any exchange "
+            "decides how much of an exchange is hidden"
+        )
+    if trace is not None and backward_share is not None:
+        raise InputError("--backward-share beside --trace, which tells it: drop one of them")
+    seconds = None if step_compute is None else parse_seconds(step_compute)
+    if trace is not None:
+        compute = read_timing(trace, seconds)
+    else:
+        assert seconds is not None
+        compute = Compute(seconds, BACKWARD_SHARE if backward_share is None else backward_share)
+    plan = make_plan(
+        parse_model(model),
+        Link.read(link),
+        compute,
+        ranks=ranks,
+        quality=quality,
+        methods=methods,
+    )
+    if json:
+        import orjson
+
+        print(orjson.dumps(plan.to_json(), option=orjson.OPT_INDENT_2).decode())
+        return
+
+    from rich.console import Console
+
+    from taciturn.plan.table import render
+
+    Console(highlight=False, markup=False).print(render(plan))
+
+
 @app.command("trace")
 def _trace(
     paths: Annotated[

@@ -41,7 +41,6 @@ class Candidate:
             later ones, or ranks take local steps.
         stock: DDP's own buckets, and its own hook or none, without ours.
         local_steps: optimizer steps to one exchange; more than 1 is another algorithm.
-        overlaps: whether an exchange runs beside backward.
         losses: the row of the committed table of losses that it is; its name if empty.
     """
 
@@ -50,7 +49,6 @@ class Candidate:
     quality: Quality
     stock: bool = False
     local_steps: int = 1
-    overlaps: bool = True
     losses: str = ""
 
 
@@ -84,7 +82,7 @@ CANDIDATES: tuple[Candidate, ...] = (
         )
     ),
     *(
-        Candidate(name, method, "any", local_steps=steps, overlaps=False, losses=name)
+        Candidate(name, method, "any", local_steps=steps, losses=name)
         for name, method, steps in (
             ("local SGD, H=4", "ring", 4),
             ("local SGD, H=16", "ring", 16),
