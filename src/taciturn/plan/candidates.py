@@ -148,7 +148,7 @@ def _quality_of(method: Method) -> Quality:
     return "every-replica"
 
 
-_IRRELEVANT = ("feedback", "seed", "bits", "check", "rounding")
+_IRRELEVANT = ("feedback", "seed", "bits", "check", "rounding", "shuffle", "ranks_per_host")
 """Keys that change neither bytes nor seconds by much."""
 
 
