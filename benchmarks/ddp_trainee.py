@@ -13,6 +13,10 @@ from taciturn import ddp
 from taciturn.bench import inputs
 
 STOCK = ("ddp fp32", "ddp fp16 hook")
+HOOKS = {
+    "ddp fp16 hook": default_hooks.fp16_compress_hook,
+    "ddp bf16 hook": default_hooks.bf16_compress_hook,
+}
 METHODS = (
     "backend",
     "cast:wire=bf16",
@@ -39,8 +43,8 @@ class Trainee:
         self.method = method
         self.model = DistributedDataParallel(net)
         self.comm: ddp.Communicator | None = None
-        if method == "ddp fp16 hook":
-            self.model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        if method in HOOKS:
+            self.model.register_comm_hook(None, HOOKS[method])
         elif method not in STOCK:
             self.comm = ddp.attach(
                 self.model, method, resync_every=resync_every, timeout_s=TIMEOUT_S

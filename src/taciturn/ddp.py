@@ -36,6 +36,7 @@ from taciturn.errors import InputError, MismatchError, PeerError
 from taciturn.exchange import GROUP_BYTES, Exchange, agree, all_finite, backward_order
 from taciturn.ledger import LedgerCounts
 from taciturn.methods import as_aggregator
+from taciturn.plan.pick import AUTO, Picked, pick
 from taciturn.ranges import check_whole
 from taciturn.replicas import (
     ReplicaReport,
@@ -93,6 +94,9 @@ class StepMetrics:
     """Steps between exact averages of the replicas; 0: never."""
     spread: float | None
     """Spread of the parameters just before the last of them; None if none was measured."""
+    predicted_s: float | None = None
+    """Of method="auto": what ``exchange_s`` was predicted to be were all gradients there at once;
+    None for a method that was given."""
 
 
 class _Bucket(NamedTuple):
@@ -125,7 +129,8 @@ def attach(
     Args:
         model: whose process group is used; a new one with the same ranks is made from it.
         method: a name such as "powersgd:rank=4" or "quantized:bits=8" (``taciturn methods``), an
-            aggregator, or a collective.
+            aggregator, or a collective; or "auto": a probe of some seconds on this model's own
+            ranks decides, says why, and ``metrics().predicted_s`` holds it to its word.
         nonfinite: what a NaN or infinity in any rank's gradient does. "propagate": every rank sees
             non-finite gradients, so that a GradScaler skips everywhere alike; "skip": ``optimizer``
             does nothing in this step, on every rank.
@@ -147,7 +152,11 @@ def attach(
         )
     transport = DistributedTransport(model.process_group, timeout_s)
     problem: Exception | None = None
+    picked: Picked | None = None
     try:
+        if method == AUTO:
+            picked = pick(model, transport, model.process_group)
+            method = picked.method
         aggregator = as_aggregator(method)
         _check_options(nonfinite, optimizer, scaler, resync_every, group_bytes)
         _check_model(model, aggregator, optimizer)
@@ -157,7 +166,7 @@ def attach(
     except Exception as error:
         problem, agreed = error, {}
     agree(transport, agreed, problem, "attach")
-    return Communicator(model, exchange, nonfinite, optimizer, scaler, resync_every)
+    return Communicator(model, exchange, nonfinite, optimizer, scaler, resync_every, picked)
 
 
 def attached(model: torch.nn.Module) -> Communicator | None:
@@ -251,6 +260,7 @@ class Communicator:
     """What :func:`attach` returns: the hook's state, its metrics, and what to save of it.
 
     Attributes:
+        picked: of method="auto", what was picked and why; else None.
         gradient_scale: what the loop multiplied this step's losses by, beside the scaler; residuals
             are kept without it.
     """
@@ -263,7 +273,9 @@ class Communicator:
         optimizer: torch.optim.Optimizer | None,
         scaler: Any,
         resync_every: int | None,
+        picked: Picked | None = None,
     ) -> None:
+        self.picked = picked
         self.model, self.nonfinite, self.scaler = model, nonfinite, scaler
         self.aggregator, self.transport = exchange.aggregator, exchange.transport
         self.gradient_scale = 1.0
@@ -492,6 +504,7 @@ class Communicator:
             skipped_steps=self._skipped_steps,
             resync_every=self.resync_every,
             spread=self._spread.overall if self._spread else None,
+            predicted_s=self.picked.exchange_s if self.picked else None,
         )
 
     def _release(self, buckets: list[_Bucket], done: set[int]) -> list[_Bucket]:
