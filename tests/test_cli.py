@@ -32,7 +32,7 @@ class Outcome(NamedTuple):
 
 Run = Callable[..., Outcome]
 
-COMMANDS = ["bench", "methods", "testbed", "trace"]
+COMMANDS = ["bench", "methods", "plan", "testbed", "trace"]
 
 
 @pytest.fixture
@@ -105,6 +105,7 @@ def test_version(run: Run) -> None:
     [
         ["--help"],
         ["bench", "--help"],
+        ["plan", "--help"],
         ["testbed", "--help"],
         ["trace", "--help"],
         ["methods"],

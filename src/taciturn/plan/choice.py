@@ -183,6 +183,11 @@ def _notes(link: Link, ranks: int, compute: Compute) -> tuple[str, ...]:
             f"{link.ranks_per_host} ranks share {link.cores} cores: coding and backward slow each "
             "other, which the step times count."
         )
+    if link.backend != "nccl":
+        notes.append(
+            f"DDP refuses torch's bf16_compress_hook over {link.backend}: its row is of the same "
+            "exchange in a hook of one's own; ddp.attach(model, 'cast:wire=bf16') is one."
+        )
     if compute.step_s == 0:
         notes.append("No compute is known: every exchange is taken to be waited for in full.")
     return tuple(notes)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -14,6 +16,9 @@ from taciturn.plan.quality import Losses
 from taciturn.units import format_seconds
 
 __all__ = ["render"]
+
+NAME_WIDTH = 26
+"""Columns of a method's name, so that the table fits a terminal of 80."""
 
 WARN_LOSS = 1.02
 """Ratio of losses from which a row carries a warning: what seeds of one method differ by."""
@@ -51,12 +56,12 @@ def _table(plan: Plan) -> Table:
         pad_edge=False,
         show_edge=False,
     )
-    headers = ("method", "step", "from..to", "exposed", "codec", "sent", "memory", "loss", "")
+    headers = ("method", "step", "+-", "exposed", "codec", "sent", "memory", "loss")
     for place, header in enumerate(headers):
         table.add_column(
             header,
-            justify="left" if place in (0, len(headers) - 1) else "right",
-            no_wrap=place != 0,
+            justify="right" if place else "left",
+            no_wrap=place > 0,
             overflow="fold",
         )
     rank = QUALITIES.index(plan.quality)
@@ -64,23 +69,22 @@ def _table(plan: Plan) -> Table:
         below = QUALITIES.index(row.quality) > rank
         chosen = row.name == plan.recommendation.name
         table.add_row(
-            row.name,
+            _name(row, chosen, below),
             _seconds(row.step_s.value),
-            f"{_seconds(row.step_s.low)}..{_seconds(row.step_s.high)}",
+            f"{row.half_s / row.step_s.value:.0%}" if row.step_s.value else "0%",
             _seconds(row.exposed_s),
             _seconds(row.codec_s),
-            "?" if row.sent_bytes is None else _megabytes(row.sent_bytes),
-            _megabytes(row.memory_bytes),
+            "?" if row.sent_bytes is None else _bytes(row.sent_bytes),
+            _bytes(row.memory_bytes),
             _loss(plan.losses.get(row.name)),
-            _mark(row, chosen, below),
             style="bold" if chosen else "dim" if below or not row.known else "",
         )
     return table
 
 
-def _mark(row: Prediction, chosen: bool, below: bool) -> str:
-    """Return the warnings of a row, short; the lines below the table say what they mean."""
-    said = ["<-"] if chosen else []
+def _name(row: Prediction, chosen: bool, below: bool) -> str:
+    """Return the name with the row's warnings; the lines below the table say what they mean."""
+    said = []
     if not row.known:
         said.append("unmeasured")
     elif row.extrapolated:
@@ -89,7 +93,18 @@ def _mark(row: Prediction, chosen: bool, below: bool) -> str:
         said.append(f"needs {row.quality}")
     if row.local_steps > 1:
         said.append("other algorithm")
-    return ", ".join(said)
+    marks = f"\n({', '.join(said)})" if said else ""
+    return _broken(f"{'> ' if chosen else ''}{row.name}") + marks
+
+
+def _broken(name: str) -> str:
+    """Return a method in lines of some width, broken behind commas."""
+    lines = [""]
+    for part in re.split(r"(?<=,)", name):
+        if lines[-1] and len(lines[-1]) + len(part) > NAME_WIDTH:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(lines)
 
 
 def _loss(losses: Losses | None) -> str:
@@ -100,8 +115,9 @@ def _loss(losses: Losses | None) -> str:
 
 def _lines(plan: Plan) -> list[str]:
     words = (
-        "step: of the slowest rank, with its interval; exposed: what exchanging adds to compute; "
-        "codec: coding, in part hidden; sent: by each rank, ? where the backend does not say."
+        "step: of the slowest rank, +- by how much it may be off; exposed: what exchanging adds to "
+        "compute; codec: coding, in part hidden; sent: by each rank, ? where the backend does not "
+        "say; memory: beside DDP's own."
     )
     lines = [words]
     sources = sorted({losses.source for losses in plan.losses.values()})
@@ -121,8 +137,11 @@ def _lines(plan: Plan) -> list[str]:
 
 
 def _seconds(value: float) -> str:
-    return "0" if abs(value) < 5e-10 else format_seconds(value).replace(" ", "\u00a0")
+    return "0" if abs(value) < 5e-7 else format_seconds(value).replace(" ", "\u00a0")
 
 
-def _megabytes(size_bytes: int) -> str:
-    return f"{size_bytes / 1e6:.3g}\u00a0MB"
+def _bytes(size_bytes: int) -> str:
+    for factor, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if size_bytes >= factor:
+            return f"{size_bytes / factor:.3g}\u00a0{unit}"
+    return f"{size_bytes}\u00a0B" if size_bytes else "0"
