@@ -22,6 +22,7 @@ from taciturn.plan.candidates import BASELINES, CANDIDATES, allowed, candidate_o
 from taciturn.plan.choice import rate_text
 from taciturn.plan.exchange import LEAST_ERROR, Pricer
 from taciturn.plan.model import Buffer
+from taciturn.plan.pick import picked_from
 from taciturn.plan.quality import losses_of
 from taciturn.plan.table import render
 
@@ -32,10 +33,6 @@ COMPUTE = Compute(0.3)
 
 def plan(link: Link, model: Model = GPT, **options: object) -> Plan:
     return make_plan(model, link, COMPUTE, **options)  # type: ignore[arg-type]
-
-
-def row(made: Plan, name: str) -> object:
-    return next(one for one in made.predictions if one.name == name)
 
 
 # ---------------------------------------------------------------------------- exchanges
@@ -297,6 +294,27 @@ def test_auto_gives_a_method_to_attach() -> None:
         auto(3, link)  # type: ignore[arg-type]
 
 
+def test_auto_probes_what_it_may_pick_and_says_why() -> None:
+    """``ddp.attach(model, "auto")``: only methods that keep replicas alike are probed, what is
+    picked parses, and its exchanges' seconds are there to be compared.
+    """
+    asked: list[str] = []
+
+    def probe(methods: tuple[str, ...]) -> Link:
+        asked.extend(methods)
+        return make_link(4, 20e6, methods=methods)
+
+    picked = picked_from(GPT, probe)
+    assert {key_of(method) for method in asked} == {
+        key_of(c.method) for c in CANDIDATES if c.quality == "every-replica"
+    }
+    assert parse(picked.method).name in ("quantized", "direct")
+    assert picked.method in picked.sentence
+    assert picked.plan is not None
+    row = next(one for one in picked.plan.predictions if one.name == picked.method)
+    assert picked.exchange_s == row.exchange_s > 0
+
+
 def test_the_page_says_it_all() -> None:
     """The text holds the sentence, every row, and the marks of rows that need one."""
     from rich.console import Console
@@ -320,6 +338,28 @@ def test_the_page_says_it_all() -> None:
 def test_rates_are_told_to_two_digits(bits_per_s: float, text: str) -> None:
     """A crossover is known to no more."""
     assert rate_text(bits_per_s) == text
+
+
+def test_a_backend_that_is_no_ring_says_nothing_of_the_link() -> None:
+    """A backend three times as fast as a ring could be (a tree, a switch that adds) is taken as
+    measured; the link's rate stays what messages showed, and crossovers are counted in that.
+    """
+    link = make_link(4, 200e6)
+    fast = {
+        dtype: line(fit.alpha_s.value / 3, fit.beta_s_per_byte.value / 3)
+        for dtype, fit in link.all_reduce.items()
+    }
+    made = plan(replace(link, all_reduce=fast))
+    assert made.rate_bits_per_s == pytest.approx(200e6)
+    told = Pricer(replace(link, all_reduce=fast), 4).seconds("backend", Buffer(2**20, None, 1.0))
+    assert told.total_s() == pytest.approx(fast["fp32"].seconds[3])
+
+
+def test_rates_are_bits_in_base_10() -> None:
+    """A link of 1 GiB in a second carries 8.59 Gbit/s, not 8."""
+    made = plan(make_link(4, 8 * 2**30))
+    assert made.rate_bits_per_s == pytest.approx(8.589934592e9)
+    assert "this link carries 8.6 Gbit/s" in made.recommendation.sentence
 
 
 # ----------------------------------------------------------------------------- bad input
