@@ -315,6 +315,18 @@ def test_auto_probes_what_it_may_pick_and_says_why() -> None:
     assert picked.exchange_s == row.exchange_s > 0
 
 
+def test_auto_without_a_usable_probe_compresses_nothing() -> None:
+    """Times that tell nothing are no reason to stop a run, and none to compress."""
+
+    def probe(methods: tuple[str, ...]) -> Link:
+        raise InputError("the times do not grow with size")
+
+    picked = picked_from(GPT, probe)
+    assert picked.method == "backend"
+    assert "do not grow" in picked.sentence
+    assert picked.exchange_s is None
+
+
 def test_the_page_says_it_all() -> None:
     """The text holds the sentence, every row, and the marks of rows that need one."""
     from rich.console import Console
@@ -383,6 +395,12 @@ def test_what_contradicts_itself_is_refused(
     """One clear line says what was wrong and what to do."""
     with pytest.raises(error, match=words):
         plan(make_link(), **options)
+
+
+def test_a_link_without_the_backends_curve_is_refused() -> None:
+    """Without the baseline there is nothing to beat."""
+    with pytest.raises(InputError, match="probe it again"):
+        plan(replace(make_link(), all_reduce={}))
 
 
 @pytest.mark.parametrize("step_s", [-1.0, math.nan, math.inf])

@@ -141,6 +141,8 @@ def make_plan(
     demand = check_quality(quality)
     ranks = link.ranks if ranks is None else ranks
     check_whole("ranks", ranks, 2, MOST_RANKS, hint="one rank has nobody to average with")
+    if not link.all_reduce:
+        raise InputError("this link has no curve of the backend's all_reduce: probe it again")
     weighed = candidates(methods)
     if methods is not None and not any(allowed(c, demand) for c in weighed if not c.stock):
         asked = "; ".join(c.name for c in weighed if not c.stock)

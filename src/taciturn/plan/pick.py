@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from taciturn.errors import InputError
 from taciturn.link import Link
 from taciturn.plan.candidates import CANDIDATES, Quality, allowed
 from taciturn.plan.choice import Plan, make_plan
@@ -86,11 +87,17 @@ def pick(
 
 
 def picked_from(model: Model, probe: Callable[[tuple[str, ...]], Link]) -> Picked:
-    """Pick by a link that ``probe`` measures for the methods it is given."""
+    """Pick by a link that ``probe`` measures for the methods it is given.
+
+    Where it refuses, because its times tell nothing, DDP's own exchange is picked.
+    """
     methods = tuple(
         dict.fromkeys(c.method for c in CANDIDATES if c.local_steps == 1 and allowed(c, _QUALITY))
     )
-    link = probe(methods)
+    try:
+        link = probe(methods)
+    except InputError as error:  # the same on every rank
+        return Picked("backend", f"backend, since the probe was of no use: {error}", None, None)
     plan = make_plan(model, link, Compute(0.0), quality=_QUALITY)
     chosen = plan.recommendation
     row = next(one for one in plan.predictions if one.name == chosen.name)
