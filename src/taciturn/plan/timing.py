@@ -15,7 +15,7 @@ from taciturn.ranges import check_number
 if TYPE_CHECKING:
     from taciturn.trace.view import View
 
-__all__ = ["Compute", "read_timing"]
+__all__ = ["BACKWARD_SHARE", "Compute", "read_timing"]
 
 FORWARD_SHARE, BACKWARD_SHARE = 0.3, 0.6
 """Of a step's compute, where no trace tells: backward takes twice as long as forward (it has two
