@@ -6,10 +6,13 @@ import contextlib
 import io
 
 import pytest
+import taciturn.probe
 import torch
+from taciturn.probe import probe_link
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from link_files import make_link
 from ranks import Ranks
 from taciturn import ddp
 from taciturn.errors import TaciturnError
@@ -17,7 +20,20 @@ from taciturn.methods import parse
 from taciturn.plan import pick
 
 
-def _train(method: str, steps: int) -> tuple[str, str, float | None, float, torch.Tensor]:
+def _train(
+    method: str, steps: int, probed: bool = True
+) -> tuple[str, str, float | None, float, torch.Tensor]:
+    if not probed:
+        taciturn.probe.probe_link = lambda ranks, job: make_link(  # type: ignore[assignment]
+            ranks.size, 50e6, methods=job.methods
+        )
+    try:
+        return _train_by(method, steps)
+    finally:
+        taciturn.probe.probe_link = probe_link
+
+
+def _train_by(method: str, steps: int) -> tuple[str, str, float | None, float, torch.Tensor]:
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(60, 200), nn.Linear(200, 40)))
     said = io.StringIO()
@@ -40,8 +56,16 @@ def _train(method: str, steps: int) -> tuple[str, str, float | None, float, torc
 def test_auto(pool: Ranks) -> None:
     """All ranks pick the same, rank 0 says what and why, the metrics have prediction and
     measurement, and replicas stay alike; a method that was given has no prediction.
+
+    A probe of a second on a busy machine may say anything, or that it can tell nothing; what
+    follows from a link is tested with one that is made up.
     """
-    results = pool.run(_train, "auto", 2)
+    for probed in (True, False):
+        _check(pool.run(_train, "auto", 2, probed), probed)
+    assert {predicted_s for _, _, predicted_s, _, _ in pool.run(_train, "ring", 1)} == {None}
+
+
+def _check(results: list[tuple[str, str, float | None, float, torch.Tensor]], probed: bool) -> None:
     methods = {picked for picked, *_ in results}
     assert len(methods) == 1
     parse(methods.pop())
@@ -49,10 +73,12 @@ def test_auto(pool: Ranks) -> None:
     assert [said for _, said, *_ in results[1:]] == [""] * 3
     for _, _, predicted_s, exchange_s, gradient in results:
         assert predicted_s == results[0][2]
-        assert predicted_s is not None
-        assert predicted_s > 0 < exchange_s
+        assert exchange_s > 0
+        assert predicted_s > 0 if predicted_s is not None else probed
         assert torch.equal(gradient, results[0][4])
-    assert {predicted_s for *_, predicted_s, _, _ in pool.run(_train, "ring", 1)} == {None}
+
+
+_kept: list[Exception] = []  # and with it the transport, until the other rank has the message too
 
 
 def _attach_differently() -> str:
@@ -62,7 +88,8 @@ def _attach_differently() -> str:
     try:
         ddp.attach(model, method, timeout_s=5)
     except TaciturnError as error:
-        return type(error).__name__
+        _kept.append(error)
+        return f"{type(error).__name__}: {error}"
     return "attached"
 
 
@@ -70,4 +97,6 @@ def _attach_differently() -> str:
 def test_auto_on_some_ranks_only_is_an_error_on_all(new_ranks) -> None:
     """Ranks that attach different things are told so, the probing ones too, and none hangs."""
     results = new_ranks(2).run(_attach_differently)
-    assert all(name in ("MismatchError", "PeerError") for name in results)
+    for said in results:
+        assert said.startswith("MismatchError: attach differs between the ranks in the method")
+        assert "auto on rank 1" in said

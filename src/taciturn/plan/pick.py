@@ -65,7 +65,11 @@ def pick(
         InputError: a model without parameters.
         PeerError, MismatchError: a rank died, or does not attach "auto".
     """
+    from taciturn.exchange import agree
+
     exchanged = Model.of_module(model)
+    # A rank that attaches a method by name does not probe: none may wait for it.
+    agree(transport, {"the method": AUTO}, None, "attach")
     if transport.size == 1:
         return Picked("backend", "one rank: nothing is exchanged", None, None)
 
