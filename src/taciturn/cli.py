@@ -187,7 +187,7 @@ def _bench(
     loopback otherwise; it says which. Under torchrun it measures the cluster that it is part of.
     """
     from taciturn.bench import BenchConfig, bench
-    from taciturn.bench.run import under_torchrun
+    from taciturn.ranks import under_torchrun
     from taciturn.units import parse_rate, parse_size
 
     config = BenchConfig(
@@ -209,6 +209,74 @@ def _bench(
     with _signals_clean_up():
         status = bench(config)
     raise typer.Exit(status)
+
+
+@app.command("probe")
+def _probe(
+    ranks: Annotated[
+        int | None,
+        typer.Option(help="Ranks to start on this machine; 4 if not given. Not under torchrun."),
+    ] = None,
+    rate: Annotated[
+        str,
+        typer.Option(
+            help="Rate of every link, both ways: 200mbit, unshaped; or one per rank: "
+            "200mbit,200mbit,20mbit. Not under torchrun."
+        ),
+    ] = "unshaped",
+    seconds: Annotated[
+        float,
+        typer.Option(help="Budget: about how long to measure. Larger sizes fit into more."),
+    ] = 60.0,
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            help="Methods whose speed is measured, with ; between them; an empty text for none. "
+            "By default those that taciturn plan compares.",
+            show_default=False,
+        ),
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds after which a silent rank counts as lost.")
+    ] = 60.0,
+    seed: Annotated[int, typer.Option(help="Of the order in which things are measured.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu, or cuda (under torchrun).")] = "cpu",
+    out: Annotated[Path | None, typer.Option(help="File for the link, for taciturn plan.")] = None,
+    html: Annotated[Path | None, typer.Option(help="File for one self-contained page.")] = None,
+) -> None:
+    """Measure a link: latency, bandwidth, contention, slow ranks, and what methods take on it.
+
+    Starts its own ranks, on an emulated network if a rate is given and one can be made here, on
+    loopback otherwise; it says which. Under torchrun it measures the cluster that it is part of.
+    """
+    from taciturn.probe import ProbeConfig, probe
+    from taciturn.ranks import under_torchrun
+
+    given = {} if methods is None else {"methods": methods}
+    config = ProbeConfig(
+        ranks=ranks,
+        rate=_rates(rate),
+        seconds=seconds,
+        seed=seed,
+        timeout_s=timeout,
+        device=device,
+        out=out,
+        html=html,
+        **given,
+    )
+    if under_torchrun():
+        probe(config)  # torchrun's SIGTERM must end a rank even inside gloo
+        return
+    with _signals_clean_up():
+        probe(config)
+
+
+def _rates(text: str) -> int | list[int | None] | None:
+    """One rate, or one per rank."""
+    from taciturn.units import parse_rate
+
+    each = [parse_rate(one) for one in text.split(",")]
+    return each if len(each) > 1 else each[0]
 
 
 @app.command("testbed", context_settings={"allow_interspersed_args": False})
@@ -238,21 +306,16 @@ def _testbed(
     Example: taciturn testbed --ranks 8 --rate 200mbit -- python train.py
     """
     from taciturn.testbed import run_command
-    from taciturn.units import parse_rate
-
-    def rates(text: str) -> int | list[int | None] | None:
-        each = [parse_rate(one) for one in text.split(",")]
-        return each if len(each) > 1 else each[0]
 
     if not 0 < timeout < 1e9:
         raise InputError(f"--timeout {timeout:g}: give seconds above 0, below 1e9")
     with _signals_clean_up():
         status = run_command(
             ranks,
-            None if rate is None else rates(rate),
+            None if rate is None else _rates(rate),
             command,
             local=rate is None and rate_down is None,
-            rate_down="same" if rate_down is None else rates(rate_down),
+            rate_down="same" if rate_down is None else _rates(rate_down),
             delay_s=delay_ms / 1e3,
             loss=loss,
             timeout_s=timeout,

@@ -178,8 +178,8 @@ class MethodSpeed:
         method: as it is written; error feedback is off.
         elems: fp32 elements averaged, ascending.
         seconds: median wall time of one call, on the rank that was slowest.
-        codec_s: of which coding on that rank, by the ledger.
-        waiting_s: of which waiting for messages, by the ledger.
+        codec_s: of which coding, by the ledger, on the rank that coded longest.
+        waiting_s: of which waiting for messages, by the ledger, on the same rank.
         rounds: of the exchange, by the ledger; None where the backend's own all_reduce is used.
         sent_bytes: by a rank, by the ledger; None as for ``rounds``.
         link_s: what the fits of this file give for the exchange alone: ``rounds`` messages of
@@ -246,10 +246,10 @@ class Link:
         gamma_s_per_byte: adding received fp32 data to a buffer, on all ranks at once.
         pair_bytes_per_s: bandwidth of each pair, one way, from a larger message.
         pair_latency_s: seconds of a message of a few bytes.
-        slow_rank: whose messages are far slower than the others', in both directions, and with
-            whomever; None if there is none.
-        slow_links: pairs (sender, receiver) that are far slower than the median, where it is not
-            all of one rank's.
+        slow_rank: far slower than the others, with whomever it talks or in what it computes; None
+            if there is none. ``warnings`` say in what.
+        slow_links: pairs (sender, receiver) that are far slower than the others, those of
+            ``slow_rank`` left out.
         contention: what a pair gets while others send too.
         link_beside_matmul: seconds of an exchange while each rank multiplies matrices, over those
             without.
