@@ -6,18 +6,18 @@ import contextlib
 import io
 
 import pytest
-import taciturn.probe
 import torch
-from taciturn.probe import probe_link
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import taciturn.probe
 from link_files import make_link
 from ranks import Ranks
 from taciturn import ddp
 from taciturn.errors import TaciturnError
 from taciturn.methods import parse
 from taciturn.plan import pick
+from taciturn.probe import probe_link
 
 
 def _train(
@@ -78,9 +78,6 @@ def _check(results: list[tuple[str, str, float | None, float, torch.Tensor]], pr
         assert torch.equal(gradient, results[0][4])
 
 
-_kept: list[Exception] = []  # and with it the transport, until the other rank has the message too
-
-
 def _attach_differently() -> str:
     model = DistributedDataParallel(nn.Linear(3, 2))
     pick.PROBE_S = 1.0
@@ -88,7 +85,6 @@ def _attach_differently() -> str:
     try:
         ddp.attach(model, method, timeout_s=5)
     except TaciturnError as error:
-        _kept.append(error)
         return f"{type(error).__name__}: {error}"
     return "attached"
 

@@ -163,6 +163,8 @@ def attach(
         exchange = Exchange(_backward_order(model), aggregator, transport, group_bytes)
         options = {"nonfinite": repr(nonfinite), "resync_every": repr(resync_every)}
         agreed = exchange.describe() | options
+    except (PeerError, MismatchError):
+        raise  # of the probe: the other ranks know
     except Exception as error:
         problem, agreed = error, {}
     agree(transport, agreed, problem, "attach")
