@@ -74,15 +74,14 @@ def pick(
         return Picked("backend", "one rank: nothing is exchanged", None, None)
 
     def probe(methods: tuple[str, ...]) -> Link:
-        import torch
-
         from taciturn.probe import Job, probe_link
         from taciturn.ranks import Ranks
 
-        device = next(p.device for p in model.parameters() if p.requires_grad)
-        ranks = Ranks(transport, torch.device(device), group)
-        job = Job(seconds=PROBE_S, methods=methods, timeout_s=transport.timeout_s)
-        return probe_link(ranks, job)
+        device: torch.device = next(p.device for p in model.parameters() if p.requires_grad)
+        job = Job(
+            seconds=PROBE_S, methods=methods, timeout_s=transport.timeout_s, device=device.type
+        )
+        return probe_link(Ranks(transport, device, group), job)
 
     picked = picked_from(exchanged, probe)
     if transport.rank == 0:
