@@ -102,6 +102,19 @@ def test_other_ranks_follow_the_closed_form() -> None:
     assert told.notes == ("64 ranks, measured with 4",)
 
 
+def test_rounds_that_cost_a_processor_cost_it_for_more_ranks_too() -> None:
+    """What the smallest buffer took beyond link and coding is of its rounds: 126 in place of 6."""
+    link = make_link(4, local_s_per_elem=3e-9, methods=["quantized:bits=8"])
+    (speed,) = link.methods
+    slow = replace(speed, seconds=tuple(s + 6e-4 for s in speed.seconds))
+    buffer = Buffer(2**20, None, 1.0)
+    plain, slower = (
+        Pricer(replace(link, methods=(one,)), 64).seconds("quantized:bits=8", buffer).total_s()
+        for one in (speed, slow)
+    )
+    assert slower - plain == pytest.approx(126 * 1e-4)
+
+
 def test_two_spellings_are_one_method() -> None:
     """A probe's ``cast`` is a plan's ``cast:wire=bf16``; other wires and passes are others."""
     for one, other in (

@@ -212,8 +212,8 @@ class Pricer:
         if rest_s < 0:  # faster than its closed form: so is the link, for this method
             total_s = max(link.total_s + rest_s, 0.1 * link.total_s)
             link, rest_s = link.scaled(total_s / link.total_s), 0.0
-        if self.ranks != self.link.ranks and method.name == "topk":
-            rest_s *= max(1.0, self.ranks / self.link.ranks)  # everyone unpacks from everyone
+        if self.ranks != self.link.ranks:
+            rest_s = self._of_more_ranks(method, buffer, known[0].rounds, rest_s, rests, speed)
         error = _left_out_error(speed)
         if method.name == "powersgd":
             error = math.hypot(error, SHAPES_ERROR)
@@ -226,6 +226,27 @@ class Pricer:
             workspace_bytes=workspace,
             notes=notes,
         )
+
+    def _of_more_ranks(
+        self,
+        method: Method,
+        buffer: Buffer,
+        rounds: int,
+        rest_s: float,
+        rests: list[float],
+        speed: MethodSpeed,
+    ) -> float:
+        """Return the rest with other ranks than probed.
+
+        What the smallest buffer took beyond its coding is what rounds cost a processor: there are
+        more of them. Of top-k, all unpack what all have sent.
+        """
+        if method.name == "topk":
+            return rest_s * max(1.0, self.ranks / self.link.ranks)
+        probed = schedule(method, buffer.numel, self.link.ranks, shapes=buffer.shapes)
+        assert probed is not None
+        per_round_s = max(0.0, rests[0] - speed.codec_s[0]) / probed.rounds
+        return max(0.0, rest_s + per_round_s * (rounds - probed.rounds))
 
     def _rests(self, method: Method, speed: MethodSpeed) -> list[float]:
         """Return what was measured at each size beyond the closed form there; may be negative."""
