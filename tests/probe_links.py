@@ -49,7 +49,7 @@ class MadeUp:
         rounds = 2 * (self.ranks - 1)
         costs = {"ring": {n: Cost(rounds, rounds, rounds * sent[n], 0) for n in METHOD_ELEMS}}
         costs["backend"] = dict.fromkeys(METHOD_ELEMS)  # type: ignore[arg-type]
-        pace = Pace(self.alpha_s, self.beta_s_per_byte, 1e-3, 1.0)
+        pace = Pace(self.alpha_s, max(self.beta_s_per_byte, 1e-11), 1e-3, 1.0)
         plan = sweep(self.ranks, pace, 60.0, ("fp32", "bf16"), costs if self.methods else {})
         clocks = [random_.uniform(0, 1e4) * (self.hosts > 1) for _ in range(self.ranks)]
         sweeps = [

@@ -8,13 +8,13 @@ budget and from what the link did in a few calls before.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from taciturn.collectives.base import Cost
 
-__all__ = ["ITEM_BYTES", "PING_BYTES", "Pace", "Priced", "Step", "Sweep", "sweep"]
+__all__ = ["ITEM_BYTES", "PING_BYTES", "Pace", "Priced", "Step", "Sweep", "pairings", "sweep"]
 
 Pair = tuple[int, int]
 Priced = tuple["Step", float]
@@ -26,6 +26,8 @@ SMALLEST_BYTES = 4096
 LARGEST_BYTES = 64 << 20
 LARGEST_MESSAGE_BYTES = 16 << 20  # of one rank to another; slopes are known by then
 LARGEST_PAIR_BYTES = 1 << 20  # of each pair of the matrix
+SMALLEST_PAIR_BYTES = 1 << 16
+LEAST_SIZES = 4  # what a line and a look at its residual take
 METHOD_ELEMS = (1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 23)
 METHOD_SIZES = 3
 BESIDE_S = 0.1  # of an exchange beside which matrices are multiplied: many times one product
@@ -79,6 +81,11 @@ class Pace:
         """Seconds of one message, or of a round."""
         return self.alpha_s + size_bytes * self.beta_s_per_byte
 
+    @property
+    def telling_bytes(self) -> int:
+        """From which size on bytes take several times as long as latency."""
+        return int(4 * self.alpha_s / self.beta_s_per_byte)
+
     def all_reduce_s(self, size_bytes: int, ranks: int) -> float:
         """Seconds of a ring all-reduce: 2 (N - 1) messages of a Nth each."""
         return 2 * (ranks - 1) * self.message_s(-(-size_bytes // ranks))
@@ -118,17 +125,48 @@ class Sweep(NamedTuple):
         return steps
 
 
-def repeats_of(seconds: float) -> int:
-    """How often a step is repeated in a sweep: what is short is cheap, and noisy."""
-    return 11 if seconds < 0.015 else 7 if seconds < 0.05 else 3 if seconds < 0.4 else 1
+def _repeats_of(seconds: float, share_s: float) -> int:
+    """How often a step is repeated in a sweep: what is short is cheap, and noisy.
+
+    Args:
+        seconds: of the step.
+        share_s: that all repeats may take together; two are made in any case of what is short.
+    """
+    often = 11 if seconds < 0.015 else 7 if seconds < 0.05 else 3 if seconds < 0.4 else 1
+    return min(often, max(2, int(share_s / seconds)))
 
 
-def ladder(largest: int, smallest: int = SMALLEST_BYTES) -> list[int]:
-    """Sizes from the smallest to the largest, each twice the one before."""
-    sizes = [smallest]
-    while sizes[-1] * 2 <= largest:
-        sizes.append(sizes[-1] * 2)
+def _ladder(largest: int, step: int = 2) -> list[int]:
+    """Sizes from the smallest to the largest, each ``step`` times the one before."""
+    sizes = [SMALLEST_BYTES]
+    while sizes[-1] * step <= largest:
+        sizes.append(sizes[-1] * step)
     return sizes
+
+
+def _sizes(
+    largest: int, price: Callable[[int], float], telling: int, budget_s: float
+) -> dict[int, int]:
+    """Sizes of a curve with their repeats, within the budget if that is possible.
+
+    Reaches ``telling`` bytes, where the bandwidth shows, whatever the budget; where the budget is
+    short, with larger steps and fewer repeats.
+    """
+    telling = min(telling, largest // 8)
+    for step in (2, 4, 8):
+        sizes = _ladder(largest, step)
+        chosen: dict[int, int] = {}
+        spent = 0.0
+        for size in sizes:
+            repeats = _repeats_of(price(size), budget_s / len(sizes))
+            spent += repeats * price(size)
+            reached = len(chosen) >= LEAST_SIZES and max(chosen) >= telling
+            if spent > budget_s and (reached or step < 8):
+                break
+            chosen[size] = repeats
+        if len(chosen) >= LEAST_SIZES and max(chosen) >= telling:
+            return chosen
+    return chosen
 
 
 def pairings(ranks: int) -> list[tuple[Pair, ...]]:
@@ -155,21 +193,6 @@ def pairings(ranks: int) -> list[tuple[Pair, ...]]:
     return groups
 
 
-def _fitting(sizes: Sequence[int], price: Mapping[int, float], budget_s: float) -> list[int]:
-    """As many sizes from the smallest on as the budget allows with their repeats; at least four.
-
-    Four are what a line and a look at its residual take.
-    """
-    kept: list[int] = []
-    spent = 0.0
-    for size in sizes:
-        spent += repeats_of(price[size]) * price[size]
-        if spent > budget_s and len(kept) >= 4:
-            break
-        kept.append(size)
-    return kept
-
-
 def sweep(
     ranks: int,
     pace: Pace,
@@ -190,54 +213,52 @@ def sweep(
     share = {kind: budget_s * SHARE_OF_A_SWEEP * part for kind, part in SHARES.items()}
     steps: list[Priced] = []
 
-    def add(step: Step, seconds: float, least: int = 1) -> None:
-        seconds += 2 * pace.barrier_s
-        steps.extend([(step, seconds)] * max(least, repeats_of(seconds)))
+    def add(step: Step, seconds: float, repeats: int) -> None:
+        steps.extend([(step, seconds + 2 * pace.barrier_s)] * repeats)
 
-    messages = ladder(LARGEST_MESSAGE_BYTES)
-    price = {size: pace.message_s(size) + 2 * pace.barrier_s for size in messages}
+    def message_s(size: int) -> float:
+        return pace.message_s(size) + 2 * pace.barrier_s
+
     ring = [((r, (r + 1) % ranks),) for r in range(ranks)]
-    one_way = _fitting(messages, price, share["one_way"])
-    for i, size in enumerate(one_way):
-        steps += [  # round the ring: each repeat is another pair's
-            (Step("one_way", size, "", ring[(i + repeat) % ranks]), price[size])
-            for repeat in range(repeats_of(price[size]))
-        ]
-    rounds = _fitting(messages, price, share["round"])
-    for size in rounds:
-        add(Step("round", size), pace.message_s(size))
+    one_way = _sizes(LARGEST_MESSAGE_BYTES, message_s, pace.telling_bytes, share["one_way"])
+    for i, (size, repeats) in enumerate(one_way.items()):
+        for repeat in range(repeats):  # round the ring: each repeat is another pair's
+            add(Step("one_way", size, "", ring[(i + repeat) % ranks]), pace.message_s(size), 1)
+    rounds = _sizes(LARGEST_MESSAGE_BYTES, message_s, pace.telling_bytes, share["round"])
+    for size, repeats in rounds.items():
+        add(Step("round", size), pace.message_s(size), repeats)
 
-    large = one_way[-1]
-    while pace.message_s(large) * 3 > share["duplex"] and large > one_way[3]:
-        large //= 2
+    sizes = list(one_way)
+    large = max([n for n in sizes if 6 * pace.message_s(n) <= share["duplex"]], default=sizes[-2])
     for repeat in range(3):
-        step = Step("duplex", large, "", ring[repeat % ranks])
-        steps.append((step, 2 * pace.message_s(large) + 2 * pace.barrier_s))
+        add(Step("duplex", large, "", ring[repeat % ranks]), 2 * pace.message_s(large), 1)
 
     groups = pairings(ranks)
     size = LARGEST_PAIR_BYTES
-    while len(groups) * 2 * pace.message_s(size) > share["pair"] and size > 16 * SMALLEST_BYTES:
+    while len(groups) * 2 * pace.message_s(size) > share["pair"] and size > SMALLEST_PAIR_BYTES:
         size //= 2
     for group in groups:
-        steps += [(Step("pair", PING_BYTES, "", group), pace.alpha_s + 2 * pace.barrier_s)] * 3
-        steps += [(Step("pair", size, "", group), pace.message_s(size) + 2 * pace.barrier_s)] * 2
-    for k in sorted({1, 2, ranks // 4, ranks // 2} - {0}):
-        if k <= ranks // 2:
+        add(Step("pair", PING_BYTES, "", group), pace.alpha_s, 3)
+        add(Step("pair", size, "", group), pace.message_s(size), 2)
+    for k in sorted({1, 2, ranks // 4, ranks // 2}):
+        if 1 <= k <= ranks // 2:
             step = Step("crowd", size, "", tuple((2 * i, 2 * i + 1) for i in range(k)))
-            steps += [(step, pace.message_s(size) + 2 * pace.barrier_s)] * 3
+            add(step, pace.message_s(size), 3)
 
-    for size in rounds[-4:]:
-        add(Step("add", size), size * 1e-9 * pace.crowding)
+    for size in list(rounds)[-4:]:
+        add(Step("add", size), size * 1e-9 * pace.crowding, 3)
     size = min(rounds, key=lambda one: abs(pace.message_s(one) - BESIDE_S))
-    steps += [(Step("beside", size), pace.message_s(size) + 2 * pace.barrier_s)] * 3
-    steps += [(Step("round", size), pace.message_s(size) + 2 * pace.barrier_s)] * 2
-    steps += [(Step("matmul", 0), BESIDE_S + 2 * pace.barrier_s)] * 3
+    add(Step("beside", size), pace.message_s(size), 3)
+    add(Step("round", size), pace.message_s(size), 2)
+    add(Step("matmul", 0), BESIDE_S, 3)
+
+    def all_reduce_s(size: int) -> float:
+        return pace.all_reduce_s(size, ranks) + 2 * pace.barrier_s
 
     for dtype in dtypes:
-        sizes = ladder(LARGEST_BYTES)
-        price = {n: pace.all_reduce_s(n, ranks) + 2 * pace.barrier_s for n in sizes}
-        for size in _fitting(sizes, price, share[dtype]):
-            add(Step("all_reduce", size, dtype), pace.all_reduce_s(size, ranks))
+        telling = ranks * pace.telling_bytes
+        for size, repeats in _sizes(LARGEST_BYTES, all_reduce_s, telling, share[dtype]).items():
+            add(Step("all_reduce", size, dtype), pace.all_reduce_s(size, ranks), repeats)
     return Sweep(tuple(steps + _method_steps(ranks, pace, share["method"], costs)))
 
 
@@ -263,7 +284,7 @@ def _method_steps(
         )
 
     def least_repeats(one: float) -> int:
-        return min(5 if one < 0.02 else 3, repeats_of(one))
+        return 5 if one < 0.02 else 3 if one < 0.4 else 1
 
     sizes = list(METHOD_ELEMS)
     while len(sizes) > METHOD_SIZES and whole(_spread(sizes)) > budget_s:

@@ -22,7 +22,16 @@ from taciturn.probe.steps import ITEM_BYTES, PING_BYTES, Pair, Step
 from taciturn.testbed import TCP_GOODPUT
 from taciturn.units import format_rate, format_size
 
-__all__ = ["Conditions", "Taken", "summarise"]
+__all__ = [
+    "Conditions",
+    "Pairs",
+    "Taken",
+    "pairs_of",
+    "seconds_of",
+    "slow_computing",
+    "slow_ones",
+    "summarise",
+]
 
 SLOW = 0.5  # of the median bandwidth: less is called slow
 SLOW_COMPUTE = 3.0  # times the other ranks' median: more is called slow

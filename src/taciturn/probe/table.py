@@ -28,6 +28,7 @@ __all__ = [
 ]
 
 MOST_RANKS = 8  # of the matrix; the JSON has all
+_GAP = 2  # between columns: one blank and one separator, itself blank
 
 
 def mb_per_s(bytes_per_s: float) -> str:
@@ -127,39 +128,58 @@ def _table(title: str, *heads: str, left: int = 1) -> Table:
     return table
 
 
+def _fitting(columns: Sequence[Sequence[str]], drop: Sequence[int], width: int) -> list[int]:
+    """Which columns fit side by side: those to drop are dropped in order until they do."""
+    widths = [max(len(line) for text in each for line in text.split("\n")) for each in columns]
+    kept = list(range(len(columns)))
+    for column in drop:
+        if sum(widths[i] + _GAP for i in kept) <= width:
+            break
+        kept.remove(column)
+    return kept
+
+
+def _shown(
+    title: str, rows: Sequence[Sequence[str]], drop: Sequence[int], width: int, left: int = 1
+) -> Table:
+    """A table of what fits; the first row is the head."""
+    kept = _fitting(list(zip(*rows, strict=True)), drop, width)
+    table = _table(title, *(rows[0][i] for i in kept), left=left)
+    for row in rows[1:]:
+        table.add_row(*(Text(row[i]) for i in kept))
+    return table
+
+
 def _curves(link: Link, width: int) -> Table:
-    wide = width >= 100
-    heads = ["curve", "alpha", "95 %", "bandwidth", "95 %", "of\ngoodput", "pieces"]
-    heads += ["sizes", "left-out\nerror", "90th\npercentile"]
-    keep = range(len(heads)) if wide else (0, 1, 3, 5, 7, 8)
-    table = _table("Curves: seconds = alpha + bytes / bandwidth", *(heads[i] for i in keep))
+    head = ["curve", "alpha", "95 %", "bandwidth", "95 %", "of\ngoodput", "pieces", "sizes"]
+    head += ["left-out\nerror", "90th\npercentile"]
+    rows = [head]
     for name, fit in curves(link).items():
         share = share_of_goodput(link, fit) if not name.startswith("all_reduce") else None
         beta = fit.beta_s_per_byte
         high = mb_per_s(1 / beta.low) if beta.low else "-"
-        cells = [
-            name,
-            seconds_text(fit.alpha_s.value),
-            between(fit.alpha_s),
-            mb_per_s(fit.bytes_per_s),
-            f"{mb_per_s(1 / beta.high)} to {high}",
-            "-" if share is None else percent(share),
-            str(len(fit.pieces)),
-            f"{format_size(fit.sizes_bytes[0])} to {format_size(fit.sizes_bytes[-1])}",
-            percent(fit.leave_one_out_error),
-            percent(fit.leave_one_out_p90),
-        ]
-        table.add_row(*(Text(cells[i]) for i in keep))
-    return table
+        rows.append(
+            [
+                name,
+                seconds_text(fit.alpha_s.value),
+                between(fit.alpha_s),
+                mb_per_s(fit.bytes_per_s),
+                f"{mb_per_s(1 / beta.high)} to {high}",
+                "-" if share is None else percent(share),
+                str(len(fit.pieces)),
+                f"{format_size(fit.sizes_bytes[0])} to {format_size(fit.sizes_bytes[-1])}",
+                percent(fit.leave_one_out_error),
+                percent(fit.leave_one_out_p90),
+            ]
+        )
+    return _shown("Curves: seconds = alpha + bytes / bandwidth", rows, (6, 2, 4, 9, 7), width)
 
 
 def _scalars(link: Link, width: int) -> Table:
-    table = _table("What shares the link and the cores", "", "value", "95 %", "", left=1)
-    table.columns[3].justify = "left"
-    for row in scalars(link):
-        table.add_row(*map(Text, row))
-    if width < 80:
-        table.columns[3].header = ""
+    rows = [("", "value", "95 %", ""), *scalars(link)]
+    table = _shown("What shares the link and the cores", rows, (3, 2), width)
+    if len(table.columns) == 4:
+        table.columns[3].justify = "left"
     return table
 
 
@@ -182,23 +202,19 @@ def _pairs(link: Link) -> Table:
 
 
 def _methods(link: Link, width: int) -> Table:
-    sizes: Sequence[int] = link.methods[0].elems if link.methods else ()
-    table = _table(
-        "Methods: seconds of an average of fp32 gradients (of which coding)",
-        "method",
-        *(f"{elems_text(n)}\nelements" for n in sizes),
-        *(["beyond\nthe link"] if width >= 100 else []),
-    )
+    sizes = [f"{elems_text(n)}\nelements" for n in link.methods[0].elems]
+    rows = [["method", *sizes, "beyond the link"]]
     for speed in link.methods:
         cells = [
             f"{seconds_text(whole)} ({seconds_text(codec)})"
             for whole, codec in zip(speed.seconds, speed.codec_s, strict=True)
         ]
-        if width >= 100:
-            local = speed.local_s_per_elem.value * 1e9
-            cells.append(f"{seconds_text(speed.local_fixed_s.value)} + {local:.3g} ns/element")
-        table.add_row(Text(speed.method), *map(Text, cells))
-    return table
+        local = speed.local_s_per_elem.value * 1e9
+        cells.append(f"{seconds_text(speed.local_fixed_s.value)} + {local:.3g} ns/element")
+        rows.append([speed.method, *cells])
+    last = len(rows[0]) - 1
+    title = "Methods: seconds of an average of fp32 gradients (of which coding)"
+    return _shown(title, rows, (last,), width)
 
 
 def elems_text(elems: int) -> str:
