@@ -196,10 +196,12 @@ class Work:
         return rows[-1] if rows else None
 
     def add(self, row: Row) -> Row:
-        """Keep a row, on disk too."""
+        """Keep a row, on disk too, on a line of its own after one that was cut."""
         self.rows.append(row)
+        text = self.path.read_text() if self.path.exists() else ""
+        cut = bool(text) and not text.endswith("\n")
         with self.path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write("\n" * cut + json.dumps(row) + "\n")
         return row
 
 

@@ -33,8 +33,9 @@ from taciturn.units import format_size
 
 __all__ = ["ExchangeSeconds", "Pricer"]
 
-LEAST_ERROR = 0.05
-"""Relative error of any prediction of an exchange: what two probes of one link differ by."""
+LEAST_ERROR = 0.035
+"""Relative error of any prediction of an exchange: the standard error of a measured step, median
+over the rows of ``benchmarks/ddp_step.json``: what is measured no better is predicted no better."""
 CARRIED_ON_ERROR = 0.25
 """More, where sizes or the number of ranks lie outside of what was measured."""
 SHAPES_ERROR = 0.10
@@ -274,7 +275,9 @@ class Pricer:
 
     def _error(self, fitted: float, notes: tuple[str, ...]) -> float:
         more = CARRIED_ON_ERROR if notes else 0.0
-        return math.hypot(LEAST_ERROR, min(fitted, UNMEASURED_ERROR), self.link.drift, more)
+        # Medians are over both sweeps: half as far from either as these are from each other.
+        drift = self.link.drift / 2
+        return math.hypot(LEAST_ERROR, min(fitted, UNMEASURED_ERROR), drift, more)
 
 
 def _plus(made: ExchangeSeconds, more_s: float) -> ExchangeSeconds:
