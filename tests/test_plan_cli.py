@@ -72,6 +72,23 @@ def test_the_plan_as_json(run: Run, link: Path) -> None:
         assert 0 < row["step_s"]["low"] <= row["step_s"]["value"] <= row["step_s"]["high"]
 
 
+def test_a_trace_gives_the_compute(run: Run, link: Path, tmp_path: Path) -> None:
+    """With ``--trace`` the compute and the curve of gradients are those of the recorded run."""
+    folder = tmp_path / "traces"
+    folder.mkdir()
+    for path in (Path(__file__).parent / "traces").glob("ddp_bucketed_rank*"):
+        (folder / path.name).write_bytes(path.read_bytes())
+    options = ("--link", link, "--model", "gpt-05m", "--trace", folder, "--json")
+    status, out, err = run(*options)
+    assert (status, err) == (0, "")
+    compute = json.loads(out)["compute"]
+    assert len(compute["made"]) > 2
+    assert compute["step_s"] > 0
+    assert str(folder) in compute["source"]
+    status, out, _ = run(*options, "--step-compute", "2s")
+    assert json.loads(out)["compute"]["step_s"] == 2
+
+
 def changed(link: Path, change: Callable[[dict[str, Any]], None]) -> None:
     values = json.loads(link.read_text())
     change(values)
