@@ -434,6 +434,14 @@ def table(found: Row) -> str:
         told = "-" if share is None else f"{share:.0%}"
         lines.append(f"\nquality {quality}: within 5 % in {told}")
         lines += [_line(cell) for cell in of["cells"]]
+    ratios: dict[str, list[float]] = {}
+    for one in found["predictions"]:
+        ratios.setdefault(one["method"], []).append(one["predicted_s"] / one["measured_s"])
+    lines.append("\npredicted over measured, median over the cells, least and greatest:")
+    lines += [
+        f"{name:52} {statistics.median(some):.2f}  {min(some):.2f} .. {max(some):.2f}"
+        for name, some in ratios.items()
+    ]
     error, inside = found["median_relative_error"], found["share_within_interval"]
     if error is not None:
         lines.append(f"\nstep times are off by {error:.1%} (median); {inside:.0%} within intervals")
