@@ -244,8 +244,8 @@ class Link:
         duplex_factor: seconds of an exchange of a large message between two ranks, both ways at
             once, over those of one way: 1 for full duplex, 2 for half.
         gamma_s_per_byte: adding received fp32 data to a buffer, on all ranks at once.
-        pair_bytes_per_s: bandwidth of each pair, one way, from a larger message.
-        pair_latency_s: seconds of a message of a few bytes.
+        pair_bytes_per_s: bandwidth of each pair, one way, from the fastest of a few large messages.
+        pair_latency_s: seconds of the fastest of a few messages of a few bytes.
         slow_rank: far slower than the others, with whomever it talks or in what it computes; None
             if there is none. ``warnings`` say in what.
         slow_links: pairs (sender, receiver) that are far slower than the others, those of

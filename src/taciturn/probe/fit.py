@@ -40,7 +40,7 @@ NEAR = 2  # sizes on either side whose noise counts: that of one, from few calls
 TUKEY = 4.685  # times the scale: 95 % as efficient as least squares on normal errors
 WILD = 10.0  # times its noise: a residual counts as no more than that
 GAIN = 14.0  # by which a bend must lower BIC; 10 is called very strong, and places are searched
-LEAST_GROWTH = 1e-6  # relative; less is what rounding makes of none
+BEYOND = 3.0  # times the scatter, a rise is one
 ITERATIONS = 12  # of reweighting; fewer where the curve no longer moves
 ENOUGH = 1e-4  # relative, of the curve: less than that is no move
 LEAST_PER_PIECE = 3  # sizes
@@ -212,8 +212,7 @@ def fit_curve(sizes: Sequence[int], samples: Sequence[Sequence[float]], what: st
     drawn = _bootstrap(data, samples, curve)
     alpha, beta = float(curve.coefficients[0]), float(curve.coefficients[-1])
     betas = drawn[:, -1]
-    growth = (sizes[-1] - sizes[0]) / float(y.min())  # times beta: of the time, over all sizes
-    if growth * min(beta, float(np.quantile(betas, 0.025))) < LEAST_GROWTH:
+    if not _grows(curve, data):
         raise InputError(
             f"the times{what and f' of {what}'} do not grow with size beyond their noise "
             f"({y[0]:.3g} s for {sizes[0]} bytes, {y[-1]:.3g} s for {sizes[-1]}): no bandwidth can "
@@ -229,6 +228,14 @@ def fit_curve(sizes: Sequence[int], samples: Sequence[Sequence[float]], what: st
         leave_one_out_error=float(np.median(errors)),
         leave_one_out_p90=float(np.quantile(errors, 0.9)),
     )
+
+
+def _grows(curve: _Curve, data: _Data) -> bool:
+    """Whether the curve rises, to its end, by more than the medians scatter about it."""
+    ends = curve.at(data.sizes[[0, -1]])
+    scatter = 1.4826 * float(np.median(np.abs(_residuals(curve, data) * data.noise)))
+    rise = math.log(max(ends[1], 1e-12) / max(ends[0], 1e-12))
+    return curve.coefficients[-1] > 0 and rise > BEYOND * max(scatter, FLOOR)
 
 
 def _pieces(curve: _Curve) -> tuple[Piece, ...]:

@@ -35,6 +35,7 @@ _STYLES = (
     ("#7d8590", "triangle-down"),
     ("#b0506a", "star"),
 )
+_ROOM = MARGIN | {"r": 32}  # half a label of the last size
 _POINTS = 60  # of a drawn curve, evenly spaced on the logarithmic axis
 MOST_RANKS = 32  # of the matrix; the JSON has all
 _PARTS = (
@@ -115,6 +116,7 @@ def _curves(link: Link) -> list[Figure]:
             "rules, climbing where bandwidth does.",
             data,
             400,
+            margin=_ROOM,
             xaxis=sizes_axis,
             yaxis={
                 "type": "log",
@@ -128,6 +130,7 @@ def _curves(link: Link) -> list[Figure]:
             "What is left: by how many percent each median is above its curve.",
             rest,
             400,
+            margin=_ROOM,
             xaxis=sizes_axis,
             yaxis={"ticksuffix": " %"},
         ),

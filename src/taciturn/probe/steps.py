@@ -27,7 +27,7 @@ LARGEST_BYTES = 64 << 20
 LARGEST_MESSAGE_BYTES = 16 << 20  # of one rank to another; slopes are known by then
 LARGEST_PAIR_BYTES = 1 << 20  # of each pair of the matrix
 SMALLEST_PAIR_BYTES = 1 << 16
-LEAST_SIZES = 4  # what a line and a look at its residual take
+LEAST_SIZES = 5  # what a line and a look at its residual take
 METHOD_ELEMS = (1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 23)
 METHOD_SIZES = 3
 BESIDE_S = 0.1  # of an exchange beside which matrices are multiplied: many times one product
@@ -83,8 +83,8 @@ class Pace:
 
     @property
     def telling_bytes(self) -> int:
-        """From which size on bytes take several times as long as latency."""
-        return int(4 * self.alpha_s / self.beta_s_per_byte)
+        """A size whose bytes take far longer than latency: there a slope shows beside noise."""
+        return int(16 * self.alpha_s / self.beta_s_per_byte)
 
     def all_reduce_s(self, size_bytes: int, ranks: int) -> float:
         """Seconds of a ring all-reduce: 2 (N - 1) messages of a Nth each."""
@@ -152,7 +152,7 @@ def _sizes(
     Reaches ``telling`` bytes, where the bandwidth shows, whatever the budget; where the budget is
     short, with larger steps and fewer repeats.
     """
-    telling = min(telling, largest // 8)
+    telling = min(telling, largest // 4)
     for step in (2, 4, 8):
         sizes = _ladder(largest, step)
         chosen: dict[int, int] = {}

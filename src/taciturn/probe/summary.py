@@ -139,6 +139,8 @@ class Pairs(NamedTuple):
 def pairs_of(ranks: int, seconds: Mapping[Pair, Mapping[int, Sequence[float]]]) -> Pairs:
     """Bandwidth and latency of each pair, from messages there with a short answer.
 
+    The fastest of a few: what delays a message is not its link's, and would look like a slow one.
+
     Args:
         ranks: how many.
         seconds: by pair and size, answer included; the smallest size is a ping.
@@ -148,10 +150,10 @@ def pairs_of(ranks: int, seconds: Mapping[Pair, Mapping[int, Sequence[float]]]) 
     found = Pairs(speeds, latencies)
     for (sender, receiver), by_size in seconds.items():
         small, large = min(by_size), max(by_size)
-        round_trip_s = median(by_size[small])
+        round_trip_s = min(by_size[small])
         found.latency_s[sender][receiver] = round_trip_s / 2
         if large > small:
-            whole = median(by_size[large])
+            whole = min(by_size[large])
             # What is far from its latency is its own bytes' time; what is not, is bounded by all.
             own = whole - round_trip_s if whole > 2 * round_trip_s else whole
             found.bytes_per_s[sender][receiver] = large / own
@@ -216,13 +218,18 @@ def _curve(times: _Times, kind: str, what: str = "") -> Fit:
 def _one_way(times: _Times, pings: Mapping[Pair, float], odd: Callable[[Pair], bool]) -> Fit:
     """A message alone: the time there and back less that of the answer, a ping's half.
 
-    Pairs that are ``odd`` are left out: a curve of two kinds of links would be neither's.
+    Pairs that are ``odd`` are left out, unless most are: a curve of two kinds of links would be
+    neither's.
     """
-    samples: dict[int, list[float]] = defaultdict(list)
+    whole: dict[int, list[float]] = defaultdict(list)
+    ordinary: dict[int, list[float]] = defaultdict(list)
     for pair, by_size in times.by_pair("one_way").items():
         for size, seconds in by_size.items():
+            own = [max(one - pings[pair], one / 2) for one in seconds]
+            whole[size] += own
             if not odd(pair):
-                samples[size] += [max(one - pings[pair], one / 2) for one in seconds]
+                ordinary[size] += own
+    samples = ordinary if 2 * len(ordinary) > len(whole) else whole
     return fit_curve(sorted(samples), [samples[size] for size in sorted(samples)], "one message")
 
 

@@ -28,6 +28,7 @@ __all__ = [
 ]
 
 MOST_RANKS = 8  # of the matrix; the JSON has all
+METHOD_WIDTH = 22
 _GAP = 2  # between columns: one blank and one separator, itself blank
 
 
@@ -211,10 +212,20 @@ def _methods(link: Link, width: int) -> Table:
         ]
         local = speed.local_s_per_elem.value * 1e9
         cells.append(f"{seconds_text(speed.local_fixed_s.value)} + {local:.3g} ns/element")
-        rows.append([speed.method, *cells])
+        rows.append([_wrapped(speed.method), *cells])
     last = len(rows[0]) - 1
     title = "Methods: seconds of an average of fp32 gradients (of which coding)"
     return _shown(title, rows, (last,), width)
+
+
+def _wrapped(method: str) -> str:
+    """A method in lines that end with its commas, where it is long."""
+    lines = [""]
+    for piece in method.replace(",", ",\0").split("\0"):
+        if lines[-1] and len(lines[-1]) + len(piece) > METHOD_WIDTH:
+            lines.append("")
+        lines[-1] += piece
+    return "\n".join(lines)
 
 
 def elems_text(elems: int) -> str:
