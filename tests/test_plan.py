@@ -326,6 +326,10 @@ def test_auto_probes_what_it_may_pick_and_says_why() -> None:
     assert picked.plan is not None
     row = next(one for one in picked.plan.predictions if one.name == picked.method)
     assert picked.exchange_s == row.exchange_s > 0
+    nothing = picked_from(GPT, lambda methods: make_link(4, 1e12, methods=methods))
+    assert nothing.method in ("backend", "cast:wire=bf16")
+    assert nothing.exchange_s is not None
+    assert nothing.exchange_s > 0
 
 
 def test_auto_without_a_usable_probe_compresses_nothing() -> None:

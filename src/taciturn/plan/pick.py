@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 
 from taciturn.errors import InputError
 from taciturn.link import Link
-from taciturn.plan.candidates import CANDIDATES, Quality, allowed
+from taciturn.plan.candidates import CANDIDATES, Quality, allowed, candidate_of
 from taciturn.plan.choice import Plan, make_plan
+from taciturn.plan.exchange import Pricer
 from taciturn.plan.model import Model
+from taciturn.plan.prediction import Predictor
 from taciturn.plan.timing import Compute
 from taciturn.units import format_seconds
 
@@ -101,11 +103,13 @@ def picked_from(model: Model, probe: Callable[[tuple[str, ...]], Link]) -> Picke
         link = probe(methods)
     except InputError as error:  # the same on every rank
         return Picked("backend", f"backend, since the probe was of no use: {error}", None, None)
-    plan = make_plan(model, link, Compute(0.0), quality=_QUALITY)
+    unknown = Compute(0.0)
+    plan = make_plan(model, link, unknown, quality=_QUALITY)
     chosen = plan.recommendation
-    row = next(one for one in plan.predictions if one.name == chosen.name)
+    # Of our hook, also where DDP's own would do as well: it is what will be measured.
+    hooked = Predictor(candidate_of(chosen.method), model, Pricer(link, link.ranks), unknown)
     sentence = (
         f"{chosen.method}, after a probe of {format_seconds(link.probe_s)}. Exchanges alone: "
         f"{chosen.sentence}"
     )
-    return Picked(chosen.method, sentence, row.exchange_s, plan)
+    return Picked(chosen.method, sentence, hooked.exchange_s(), plan)
