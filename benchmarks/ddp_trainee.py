@@ -28,6 +28,17 @@ METHODS = (
 TIMEOUT_S = 120.0
 
 
+def bf16_hook(
+    group: dist.ProcessGroup | None, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Do what torch's bf16_compress_hook does, which DDP refuses by its name except over NCCL."""
+    return default_hooks._compress_hook(torch.bfloat16, group, bucket)
+
+
+bf16_hook.__annotations__ = {}  # DDP compares them with types, and here they are strings
+HOOKS = {"ddp fp16 hook": default_hooks.fp16_compress_hook, "ddp bf16 hook": bf16_hook}
+
+
 class Trainee:
     """One method's model, optimizer and communicator, on one rank."""
 
@@ -39,8 +50,8 @@ class Trainee:
         self.method = method
         self.model = DistributedDataParallel(net)
         self.comm: ddp.Communicator | None = None
-        if method == "ddp fp16 hook":
-            self.model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        if method in HOOKS:
+            self.model.register_comm_hook(None, HOOKS[method])
         elif method not in STOCK:
             self.comm = ddp.attach(
                 self.model, method, resync_every=resync_every, timeout_s=TIMEOUT_S

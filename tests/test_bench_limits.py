@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import weakref
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,35 +63,3 @@ def test_copies_are_those_of_the_truth() -> None:
     with Counting():
         measure._truth(source, ranks)
     assert (most + source.nbytes) / source.nbytes == limits.COPIES
-
-
-@pytest.mark.parametrize("kind", ["new", "file", "read-only folder", "device", "pipe"])
-def test_trying_a_file_leaves_it_as_it_is(tmp_path: Path, kind: str) -> None:
-    """A new file is not there afterwards, an old one is unchanged, and a pipe does not block."""
-    path = tmp_path / "x"
-    if kind == "file":
-        path.write_text("kept")
-    elif kind == "device":
-        path = Path(os.devnull)
-    elif kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "read-only folder":
-        if os.geteuid() == 0:
-            path = Path("/proc/x")  # not even root may
-        else:
-            tmp_path.chmod(0o500)
-        with pytest.raises(InputError, match=f"--json: cannot write {path}: "):
-            limits.check_file("--json", path)
-        return
-    limits.check_file("--json", path)
-    assert path.exists() == (kind != "new")
-    if kind == "file":
-        assert path.read_text() == "kept"
-
-
-@pytest.mark.parametrize("name", [".", "no/such/folder", "x" * 300])
-def test_a_file_that_cannot_be_is_refused_with_its_cause(tmp_path: Path, name: str) -> None:
-    """Whatever the system says is said, in one line."""
-    with pytest.raises(InputError, match=r"--html: cannot write .*: ") as caught:
-        limits.check_file("--html", tmp_path / name)
-    assert "\n" not in str(caught.value)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,14 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ranks import Ranks
 from taciturn.bench import measure
-from taciturn.bench.measure import Eta, Job, order_of_calls
-from taciturn.bench.run import run_rank
+from taciturn.bench.measure import Job, order_of_calls
 from taciturn.collectives import Backend, Ring
-from taciturn.errors import MismatchError, PeerError
 from taciturn.testbed import run_local
-from taciturn.transport import DistributedTransport
 
 METHODS = (
     "ring",
@@ -55,32 +50,6 @@ def test_job_travels_as_json() -> None:
     assert Job.from_dict(json.loads(json.dumps(job.to_dict()))) == job
 
 
-def test_eta_without_knowledge_is_the_guess() -> None:
-    """Before anything is done, what is left is the sum of the guesses."""
-    eta = Eta([("call:a", 1.0), ("errors:a", 2.0)])
-    assert (eta.fraction, eta.remaining_s) == (0, 3)
-
-
-def test_eta_repeats_what_was_seen() -> None:
-    """A step done before is expected to take as long again; a wrong guess corrects its kind."""
-    eta = Eta([("call:a", 1.0), ("call:a", 1.0), ("call:b", 2.0), ("errors:a", 5.0)])
-    eta.advance(3.0)
-    assert eta.remaining_s == 3 + 3 * 2 + 5
-    assert eta.fraction == 3 / (3 + 3 + 6 + 5)
-
-
-@settings(deadline=None)  # the machine may be busy
-@given(st.lists(st.tuples(st.sampled_from("ab"), st.floats(0.01, 10)), min_size=1, max_size=9))
-def test_eta_ends_at_the_end(done: list[tuple[str, float]]) -> None:
-    """Fractions lie between 0 and 1; when all is done, all is done."""
-    eta = Eta([(f"call:{key}", 1.0) for key, _ in done])
-    for _, seconds in done:
-        assert 0 <= eta.fraction < 1
-        assert eta.remaining_s > 0
-        eta.advance(seconds)
-    assert (eta.fraction, eta.remaining_s) == (1, 0)
-
-
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Rows of one run on real gloo ranks, from files with names."""
@@ -96,7 +65,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     run_local(command, ranks=RANKS, timeout_s=100, output="capture").check()
     # As strict readers have it: no NaN, no infinity.
     rows: list[dict[str, Any]] = json.loads(
-        (folder / "rows.json").read_text(), parse_constant=lambda name: pytest.fail(name)
+        (folder / "result.json").read_text(), parse_constant=lambda name: pytest.fail(name)
     )
     return rows
 
@@ -171,71 +140,3 @@ def test_the_baseline_is_unchecked_unless_asked_for() -> None:
         assert isinstance(made, Backend)
         assert made.check is check
     assert isinstance(measure._make("ring"), Ring)
-
-
-def other_job() -> str:
-    """What a rank says whose job differs from the others'."""
-    transport = DistributedTransport(timeout_s=20)
-    ranks = measure._Ranks(transport, torch.device("cpu"))
-    measure._agree(Job(("ring",), 0, False, (4,), command=f"as rank {ranks.rank}"), ranks)
-    job = Job(("ring",), 0, False, (4 + 4 * (ranks.rank == 2),), seed=ranks.rank // 2)
-    with pytest.raises(MismatchError) as caught:
-        measure._agree(job, ranks)
-    transport.close()
-    return str(caught.value)
-
-
-@pytest.mark.processes
-def test_ranks_with_different_jobs_are_told_so(pool: Ranks) -> None:
-    """Before anything is measured, alike on every rank: the backend would be aborted instead."""
-    said = pool.run(other_job)
-    assert len(set(said)) == 1
-    assert "ranks 0 and 2" in said[0]
-    assert "sizes_bytes (4,) and (8,); seed 0 and 1" in said[0]
-
-
-def test_a_rank_leaves_its_error_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A job that cannot be done ends the rank with status 1 and the reason in a file."""
-    job = Job(("ring",), 0, False, (4,), str(tmp_path / "gone.pt"))
-    (tmp_path / "job.json").write_text(json.dumps(job.to_dict()))
-    monkeypatch.setenv("RANK", "5")
-    monkeypatch.setattr("taciturn.bench.run.measure", _cannot)
-    ended: list[int] = []
-    monkeypatch.setattr("os._exit", ended.append)
-    run_rank(tmp_path)
-    assert ended == [1]
-    failure = json.loads((tmp_path / "failure-5.json").read_text())
-    assert failure == {"kind": "PeerError", "text": "rank 2 died", "ranks": [2], "round": 3}
-    assert capsys.readouterr().err == "taciturn: error: rank 2 died\n"
-
-
-def _cannot(*_: object) -> None:
-    from taciturn.errors import PeerError
-
-    raise PeerError("rank 2 died", [2], 3)
-
-
-@pytest.mark.parametrize(
-    ("text", "ranks", "says"),
-    [
-        ("wait timeout after 8000ms, keys: /default_pg/0//cpu//0/2", (2,), "rank 2 did not join"),
-        ("Connection reset by peer\nat frame 1\nat frame 2", (), "Connection reset by peer"),
-        ("", (), "RuntimeError"),
-    ],
-)
-def test_ranks_that_do_not_meet_are_one_line(
-    monkeypatch: pytest.MonkeyPatch, text: str, ranks: tuple[int, ...], says: str
-) -> None:
-    """What torch raises while ranks join becomes a PeerError that names the rank, if torch does."""
-
-    def failing(*_: object, **__: object) -> None:
-        raise RuntimeError(text)
-
-    monkeypatch.setattr(measure.dist, "init_process_group", failing)
-    with pytest.raises(PeerError, match=says) as caught:
-        measure._join(Job(("ring",), 0, False, (4,), timeout_s=8.0))
-    assert caught.value.ranks == ranks
-    assert "8 s" in str(caught.value)
-    assert "\n" not in str(caught.value)

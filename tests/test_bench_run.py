@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,12 +16,13 @@ import torch
 from rich.console import Console
 
 import taciturn.bench.run
+import taciturn.ranks.launch
 from taciturn.bench import BenchConfig, bench
 from taciturn.bench.inputs import MAX_SEED
 from taciturn.bench.limits import MAX_REPEATS
-from taciturn.bench.measure import Progress
 from taciturn.errors import CodeError, InputError, MethodError, PeerError, TaciturnError
-from taciturn.testbed import TCP_GOODPUT, RankResult, Running, RunResult, Testbed, capability
+from taciturn.ranks import Progress
+from taciturn.testbed import TCP_GOODPUT, Running, Testbed, capability
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -139,21 +138,6 @@ def test_a_file_that_fails_in_the_end_does_not_take_the_rest_along(
     assert "ring" in out.file.getvalue()
     (other,) = set(paths.values()) - {paths[asked]}
     assert other.read_text()
-
-
-@pytest.mark.parametrize(("seconds", "says"), [(0.0, ""), (0.3, "compiling loops")])
-def test_compiling_is_told_when_it_takes_time(
-    monkeypatch: pytest.MonkeyPatch, seconds: float, says: str
-) -> None:
-    """A first start says that loops are compiled; later ones, which load them, say nothing."""
-    monkeypatch.setattr(taciturn.bench.run, "COMPILING_AFTER_S", 0.1)
-    monkeypatch.setattr(taciturn.bench.run.kernels, "prepare", lambda: time.sleep(seconds))
-    monkeypatch.setattr(taciturn.bench.run.products, "prepare", lambda: None)
-    console = Console(file=io.StringIO(), width=80)
-    taciturn.bench.run._compile(console)
-    assert isinstance(console.file, io.StringIO)
-    assert console.file.getvalue().startswith(says)
-    assert bool(console.file.getvalue()) == bool(says)
 
 
 def test_a_config_is_checked_where_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,48 +271,11 @@ def test_a_killed_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         yield show
 
     monkeypatch.setattr(Testbed, "start", starting)
-    monkeypatch.setattr(taciturn.bench.run, "_progress", killing)
+    monkeypatch.setattr(taciturn.ranks.launch, "show_progress", killing)
     config = BenchConfig("ring", (1 << 20,), ranks=3, input="random", repeats=10_000)
     with pytest.raises(PeerError, match="rank 1 was killed by SIGKILL") as caught:
         run(config)
     assert caught.value.ranks == (1,)
-
-
-def result(first: RankResult | None) -> RunResult:
-    """A failed run of two ranks."""
-    return RunResult((RankResult(0, 1, 1.0, False), RankResult(1, 1, 1.0, False)), first, False, 1)
-
-
-def failure(folder: Path, rank: int, kind: str, text: str, ranks: list[int]) -> None:
-    """What a rank leaves behind."""
-    values = {"kind": kind, "text": text, "ranks": ranks, "round": 2}
-    (folder / f"failure-{rank}.json").write_text(json.dumps(values))
-
-
-def test_a_rank_s_own_mistake_comes_before_its_peers_loss(tmp_path: Path) -> None:
-    """Of the ranks' errors the one that explains the others is raised, in its own class."""
-    failure(tmp_path, 0, "PeerError", "rank 1 failed", [1])
-    failure(tmp_path, 1, "MismatchError", "we differ", [])
-    error = taciturn.bench.run._failure(tmp_path, result(None))
-    assert (type(error).__name__, str(error)) == ("MismatchError", "we differ")
-
-
-def test_a_guess_about_a_killed_rank_is_left_out(tmp_path: Path) -> None:
-    """The launcher knows who was killed; a survivor's other guess is not repeated."""
-    killed = RankResult(1, -signal.SIGKILL, 2.0, False)
-    failure(tmp_path, 0, "PeerError", "ranks 1, 2 died", [1, 2])
-    error = taciturn.bench.run._failure(tmp_path, result(killed))
-    assert str(error) == "rank 1 was killed by SIGKILL after 2.0 s"
-    failure(tmp_path, 2, "PeerError", "rank 1 died (seen by rank 2)", [1])
-    assert "rank 1 died" in str(taciturn.bench.run._failure(tmp_path, result(killed)))
-
-
-def test_a_crash_shows_its_traceback(tmp_path: Path) -> None:
-    """An error that is not ours is shown as the rank wrote it."""
-    crashed = RankResult(1, 1, 2.0, False, "", "Traceback\nKeyError: 'x'\n")
-    error = taciturn.bench.run._failure(tmp_path, result(crashed))
-    assert "rank 1 ended with status 1" in str(error)
-    assert "Traceback\nKeyError: 'x'" in str(error)
 
 
 def test_differing_counts_end_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,34 +288,3 @@ def test_differing_counts_end_with_status_1(monkeypatch: pytest.MonkeyPatch) -> 
     status, out, _ = run(BenchConfig("ring", input="random"))
     assert status == 1
     assert "not what the formula says" in out
-
-
-def test_progress_without_a_terminal_is_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is no terminal, progress is a line now and then, and never the same twice."""
-    console = Console(file=io.StringIO(), width=80)
-    monkeypatch.setattr(taciturn.bench.run, "LINE_EVERY_S", 0.0)
-    with taciturn.bench.run._progress(console, "starting") as show:
-        for label in ("a", "a", "b"):
-            show(Progress(0.5, 12.2, label))
-    assert isinstance(console.file, io.StringIO)
-    lines = console.file.getvalue().splitlines()
-    assert lines == [" 50 %, about 12 s left: a", " 50 %, about 12 s left: b"]
-
-
-def test_progress_on_a_terminal_is_a_bar() -> None:
-    """On a terminal a bar shows share, time left and what is under way."""
-    console = Console(file=io.StringIO(), width=80, force_terminal=True)
-    with taciturn.bench.run._progress(console, "starting") as show:
-        show(Progress(0.25, 90.0, "repeat 1 of 5: ring"))
-    assert isinstance(console.file, io.StringIO)
-    text = console.file.getvalue()
-    assert "25%" in text
-    assert "about 90 s left" in text
-    assert "repeat 1 of 5: ring" in text
-
-
-def test_torchrun_is_seen_by_its_variables() -> None:
-    """Both variables of torchrun, and nothing less, make this process a rank."""
-    assert taciturn.bench.run.under_torchrun({"RANK": "0", "WORLD_SIZE": "1"})
-    assert not taciturn.bench.run.under_torchrun({"RANK": "0"})
-    assert not taciturn.bench.run.under_torchrun(os.environ)

@@ -32,7 +32,7 @@ class Outcome(NamedTuple):
 
 Run = Callable[..., Outcome]
 
-COMMANDS = ["bench", "methods", "testbed", "trace"]
+COMMANDS = ["bench", "methods", "plan", "probe", "testbed", "trace"]
 
 
 @pytest.fixture
@@ -105,6 +105,7 @@ def test_version(run: Run) -> None:
     [
         ["--help"],
         ["bench", "--help"],
+        ["plan", "--help"],
         ["testbed", "--help"],
         ["trace", "--help"],
         ["methods"],
@@ -182,7 +183,7 @@ def test_errors_become_one_line_and_a_status(
 ) -> None:
     """Wrong input exits with 2 and a failed run with 1, each with its message and no traceback."""
     # A first start on a busy machine says that it compiles, which is no matter here.
-    monkeypatch.setattr("taciturn.bench.run.COMPILING_AFTER_S", 1e6)
+    monkeypatch.setattr("taciturn.ranks.launch.COMPILING_AFTER_S", 1e6)
     monkeypatch.setattr(taciturn.bench, "bench", Recorder(kind("this [bold]went[/bold] wrong")))
     assert run("bench") == (status, "", "taciturn: error: this [bold]went[/bold] wrong\n")
 

@@ -7,7 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from taciturn.errors import InputError
-from taciturn.units import format_rate, format_seconds, format_size, parse_rate, parse_size
+from taciturn.units import (
+    format_rate,
+    format_seconds,
+    format_size,
+    parse_rate,
+    parse_seconds,
+    parse_size,
+)
 
 WHOLE = st.integers(min_value=1, max_value=10**18)
 
@@ -72,6 +79,23 @@ def test_a_size_that_makes_no_sense_says_what_does(text: str) -> None:
     """The error quotes the text and shows a size that would be accepted."""
     with pytest.raises(InputError, match="64KiB") as caught:
         parse_size(text)
+    assert repr(text) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("180ms", 0.18), ("2.5 s", 2.5), ("3min", 180), ("40us", 4e-5), ("1ns", 1e-9)],
+)
+def test_durations_have_a_unit(text: str, seconds: float) -> None:
+    """A duration is in seconds or a part of one, or minutes."""
+    assert parse_seconds(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "0s", "0ms", "-1s", "nan", "180", "3h", "1e3s", "5 MB"])
+def test_a_duration_that_makes_no_sense_says_what_does(text: str) -> None:
+    """The error quotes the text and shows a duration that would be accepted."""
+    with pytest.raises(InputError, match="180ms") as caught:
+        parse_seconds(text)
     assert repr(text) in str(caught.value)
 
 

@@ -187,7 +187,7 @@ def _bench(
     loopback otherwise; it says which. Under torchrun it measures the cluster that it is part of.
     """
     from taciturn.bench import BenchConfig, bench
-    from taciturn.bench.run import under_torchrun
+    from taciturn.ranks import under_torchrun
     from taciturn.units import parse_rate, parse_size
 
     config = BenchConfig(
@@ -209,6 +209,74 @@ def _bench(
     with _signals_clean_up():
         status = bench(config)
     raise typer.Exit(status)
+
+
+@app.command("probe")
+def _probe(
+    ranks: Annotated[
+        int | None,
+        typer.Option(help="Ranks to start on this machine; 4 if not given. Not under torchrun."),
+    ] = None,
+    rate: Annotated[
+        str,
+        typer.Option(
+            help="Rate of every link, both ways: 200mbit, unshaped; or one per rank: "
+            "200mbit,200mbit,20mbit. Not under torchrun."
+        ),
+    ] = "unshaped",
+    seconds: Annotated[
+        float,
+        typer.Option(help="Budget: about how long to measure. Larger sizes fit into more."),
+    ] = 60.0,
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            help="Methods whose speed is measured, with ; between them; an empty text for none. "
+            "By default those that taciturn plan compares.",
+            show_default=False,
+        ),
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds after which a silent rank counts as lost.")
+    ] = 60.0,
+    seed: Annotated[int, typer.Option(help="Of the order in which things are measured.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu, or cuda (under torchrun).")] = "cpu",
+    out: Annotated[Path | None, typer.Option(help="File for the link, for taciturn plan.")] = None,
+    html: Annotated[Path | None, typer.Option(help="File for one self-contained page.")] = None,
+) -> None:
+    """Measure a link: latency, bandwidth, contention, slow ranks, and what methods take on it.
+
+    Starts its own ranks, on an emulated network if a rate is given and one can be made here, on
+    loopback otherwise; it says which. Under torchrun it measures the cluster that it is part of.
+    """
+    from taciturn.probe import ProbeConfig, probe
+    from taciturn.ranks import under_torchrun
+
+    given = {} if methods is None else {"methods": methods}
+    config = ProbeConfig(
+        ranks=ranks,
+        rate=_rates(rate),
+        seconds=seconds,
+        seed=seed,
+        timeout_s=timeout,
+        device=device,
+        out=out,
+        html=html,
+        **given,
+    )
+    if under_torchrun():
+        probe(config)  # torchrun's SIGTERM must end a rank even inside gloo
+        return
+    with _signals_clean_up():
+        probe(config)
+
+
+def _rates(text: str) -> int | list[int | None] | None:
+    """One rate, or one per rank."""
+    from taciturn.units import parse_rate
+
+    each = [parse_rate(one) for one in text.split(",")]
+    return each if len(each) > 1 else each[0]
 
 
 @app.command("testbed", context_settings={"allow_interspersed_args": False})
@@ -238,26 +306,110 @@ def _testbed(
     Example: taciturn testbed --ranks 8 --rate 200mbit -- python train.py
     """
     from taciturn.testbed import run_command
-    from taciturn.units import parse_rate
-
-    def rates(text: str) -> int | list[int | None] | None:
-        each = [parse_rate(one) for one in text.split(",")]
-        return each if len(each) > 1 else each[0]
 
     if not 0 < timeout < 1e9:
         raise InputError(f"--timeout {timeout:g}: give seconds above 0, below 1e9")
     with _signals_clean_up():
         status = run_command(
             ranks,
-            None if rate is None else rates(rate),
+            None if rate is None else _rates(rate),
             command,
             local=rate is None and rate_down is None,
-            rate_down="same" if rate_down is None else rates(rate_down),
+            rate_down="same" if rate_down is None else _rates(rate_down),
             delay_s=delay_ms / 1e3,
             loss=loss,
             timeout_s=timeout,
         )
     raise typer.Exit(status)
+
+
+@app.command("plan")
+def _plan(
+    link: Annotated[Path, typer.Option(help="What taciturn probe --out wrote.")],
+    model: Annotated[
+        str,
+        typer.Option(
+            help="What is exchanged: gpt-05m, gpt-5m, gpt-50m, gpt-500m; sizes of buckets in the "
+            "order of backward, as 25MiB,25MiB,3MiB; or module:callable, which returns a module."
+        ),
+    ],
+    step_compute: Annotated[
+        str | None,
+        typer.Option(
+            help="Seconds of a step without any exchange, all ranks at work: 180ms. From --trace "
+            "if not given."
+        ),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder with torch.profiler's files of a DDP run: when which gradients are there."
+        ),
+    ] = None,
+    backward_share: Annotated[
+        float | None,
+        typer.Option(help="Share of the compute that backward is; 0.6 if not given."),
+    ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(help="Ranks to plan for; those of the probe if not given, else extrapolated."),
+    ] = None,
+    quality: Annotated[
+        str,
+        typer.Option(
+            help="What must be right: every-replica; mean (over replicas, which may differ); any "
+            "(a step may leave out much, and add it later)."
+        ),
+    ] = "every-replica",
+    methods: Annotated[
+        str | None,
+        typer.Option(help="Methods to weigh beside DDP's own, with ; between them."),
+    ] = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="One JSON object instead of the table.")
+    ] = False,
+) -> None:
+    """Predict the step time of each method on a probed link, and say which to take, or none.
+
+    Example: taciturn plan --link link.json --model gpt-5m --step-compute 300ms
+    """
+    from taciturn.link import Link
+    from taciturn.plan import Compute, make_plan, parse_model, read_timing
+    from taciturn.plan.timing import BACKWARD_SHARE
+    from taciturn.units import parse_seconds
+
+    if step_compute is None and trace is None:
+        raise InputError(
+            "--step-compute or --trace is needed: how long a step takes without any exchange "
+            "decides how much of an exchange is hidden"
+        )
+    if trace is not None and backward_share is not None:
+        raise InputError("--backward-share beside --trace, which tells it: drop one of them")
+    seconds = None if step_compute is None else parse_seconds(step_compute)
+    if trace is not None:
+        compute = read_timing(trace, seconds)
+    else:
+        assert seconds is not None
+        compute = Compute(seconds, BACKWARD_SHARE if backward_share is None else backward_share)
+    plan = make_plan(
+        parse_model(model),
+        Link.read(link),
+        compute,
+        ranks=ranks,
+        quality=quality,
+        methods=methods,
+    )
+    if json:
+        import orjson
+
+        print(orjson.dumps(plan.to_json(), option=orjson.OPT_INDENT_2).decode())
+        return
+
+    from rich.console import Console
+
+    from taciturn.plan.table import render
+
+    Console(highlight=False, markup=False).print(render(plan))
 
 
 @app.command("trace")

@@ -33,9 +33,17 @@ from taciturn.aggregators.base import Aggregator
 from taciturn.collectives.base import Collective
 from taciturn.error_feedback import ErrorFeedback
 from taciturn.errors import InputError, MismatchError, PeerError
-from taciturn.exchange import FIRST_BYTES, GROUP_BYTES, Exchange, agree, all_finite
+from taciturn.exchange import (
+    FIRST_BYTES,
+    GROUP_BYTES,
+    Exchange,
+    agree,
+    all_finite,
+    backward_order,
+)
 from taciturn.ledger import LedgerCounts
 from taciturn.methods import as_aggregator
+from taciturn.plan.pick import AUTO, Picked, pick
 from taciturn.ranges import check_whole
 from taciturn.replicas import (
     ReplicaReport,
@@ -93,6 +101,9 @@ class StepMetrics:
     """Steps between exact averages of the replicas; 0: never."""
     spread: float | None
     """Spread of the parameters just before the last of them; None if none was measured."""
+    predicted_s: float | None = None
+    """Of method="auto": what ``exchange_s`` was predicted to be were all gradients there at once;
+    None for a method that was given."""
 
 
 class _Bucket(NamedTuple):
@@ -124,7 +135,8 @@ def attach(
     Args:
         model: whose process group is used; a new one with the same ranks is made from it.
         method: a name such as "powersgd:rank=4" or "quantized:bits=8" (``taciturn methods``), an
-            aggregator, or a collective.
+            aggregator, or a collective; or "auto": a probe of some seconds on this model's own
+            ranks decides, says why, and ``metrics().predicted_s`` holds it to its word.
         nonfinite: what a NaN or infinity in any rank's gradient does. "propagate": every rank sees
             non-finite gradients, so that a GradScaler skips everywhere alike; "skip": ``optimizer``
             does nothing in this step, on every rank.
@@ -146,7 +158,11 @@ def attach(
         )
     transport = DistributedTransport(model.process_group, timeout_s)
     problem: Exception | None = None
+    picked: Picked | None = None
     try:
+        if method == AUTO:
+            picked = pick(model, transport, model.process_group)
+            method = picked.method
         aggregator = as_aggregator(method)
         _check_options(nonfinite, optimizer, scaler, resync_every, group_bytes)
         _check_model(model, aggregator, optimizer)
@@ -154,10 +170,12 @@ def attach(
         exchange = Exchange(_backward_order(model), aggregator, transport, group_bytes, first)
         options = {"nonfinite": repr(nonfinite), "resync_every": repr(resync_every)}
         agreed = exchange.describe() | options
+    except (PeerError, MismatchError):
+        raise  # of the probe: the other ranks know
     except Exception as error:
         problem, agreed = error, {}
     agree(transport, agreed, problem, "attach")
-    return Communicator(model, exchange, nonfinite, optimizer, scaler, resync_every)
+    return Communicator(model, exchange, nonfinite, optimizer, scaler, resync_every, picked)
 
 
 def attached(model: torch.nn.Module) -> Communicator | None:
@@ -242,26 +260,16 @@ def _trained(model: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
 
 
 def _backward_order(model: DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:
-    """Return the parameters with gradients, about as backward makes these.
-
-    Where DDP's buckets hold the same ones in the same order, it can take averages from our buffers
-    as they are. Modules come in reverse, a module's own parameters as they are, but a linear
-    layer's weight last, since its gradient is transposed after the bias's is there.
-    """
-    order = []
-    for prefix, owner in reversed(list(model.module.named_modules())):
-        names = [name for name, _ in owner.named_parameters(recurse=False)]
-        if isinstance(owner, torch.nn.Linear):
-            names.sort(key="weight".__eq__)
-        order += [f"{prefix}.{name}" if prefix else name for name in names]
+    """Return the parameters with gradients, about as backward makes these."""
     parameters = _trained(model)
-    return [(name, parameters[name]) for name in order if name in parameters]
+    return [(name, parameters[name]) for name in backward_order(model.module) if name in parameters]
 
 
 class Communicator:
     """What :func:`attach` returns: the hook's state, its metrics, and what to save of it.
 
     Attributes:
+        picked: of method="auto", what was picked and why; else None.
         gradient_scale: what the loop multiplied this step's losses by, beside the scaler; residuals
             are kept without it.
     """
@@ -274,7 +282,9 @@ class Communicator:
         optimizer: torch.optim.Optimizer | None,
         scaler: Any,
         resync_every: int | None,
+        picked: Picked | None = None,
     ) -> None:
+        self.picked = picked
         self.model, self.nonfinite, self.scaler = model, nonfinite, scaler
         self.aggregator, self.transport = exchange.aggregator, exchange.transport
         self.gradient_scale = 1.0
@@ -508,6 +518,7 @@ class Communicator:
             skipped_steps=self._skipped_steps,
             resync_every=self.resync_every,
             spread=self._spread.overall if self._spread else None,
+            predicted_s=self.picked.exchange_s if self.picked else None,
         )
 
     def _release(self, buckets: list[_Bucket]) -> None:

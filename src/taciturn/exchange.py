@@ -22,12 +22,12 @@ from taciturn.errors import InputError, MismatchError
 from taciturn.ledger import labelled
 from taciturn.transport import DistributedTransport
 
-__all__ = ["FIRST_BYTES", "GROUP_BYTES", "Exchange", "agree", "all_finite"]
+__all__ = ["FIRST_BYTES", "GROUP_BYTES", "Exchange", "agree", "all_finite", "backward_order"]
 
 GROUP_BYTES = 25 * 2**20
+"""DDP's own default for buckets."""
 FIRST_BYTES = 2**20
 """Of a first group that others overlap: small, so that its exchange begins early, as in DDP."""
-"""DDP's own default for buckets."""
 
 _VERSION = 1
 
@@ -93,6 +93,22 @@ def _told(transport: DistributedTransport, rank: int, text: str) -> str:
 
 def _short(text: str) -> str:
     return text if len(text) <= 200 else f"{text[:197]}..."
+
+
+def backward_order(module: torch.nn.Module) -> list[str]:
+    """Return the names of the parameters, about as backward makes their gradients.
+
+    Where DDP's buckets hold the same ones in the same order, it can take averages from our buffers
+    as they are. Modules come in reverse, a module's own parameters as they are, but a linear
+    layer's weight last, since its gradient is transposed after the bias's is there.
+    """
+    order = []
+    for prefix, owner in reversed(list(module.named_modules())):
+        names = [name for name, _ in owner.named_parameters(recurse=False)]
+        if isinstance(owner, torch.nn.Linear):
+            names.sort(key="weight".__eq__)
+        order += [f"{prefix}.{name}" if prefix else name for name in names]
+    return order
 
 
 def all_finite(buffer: torch.Tensor) -> bool:

@@ -12,7 +12,14 @@ from fractions import Fraction
 
 from taciturn.errors import InputError
 
-__all__ = ["format_rate", "format_seconds", "format_size", "parse_rate", "parse_size"]
+__all__ = [
+    "format_rate",
+    "format_seconds",
+    "format_size",
+    "parse_rate",
+    "parse_seconds",
+    "parse_size",
+]
 
 UNSHAPED = ("unshaped", "none")
 RATE_UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
@@ -28,11 +35,19 @@ SIZE_UNITS = {
     "gib": 2**30,
     "tib": 2**40,
 }
+SECOND_UNITS = {
+    "ns": Fraction(1, 10**9),
+    "us": Fraction(1, 10**6),
+    "ms": Fraction(1, 10**3),
+    "s": Fraction(1),
+    "min": Fraction(60),
+}
 
 _QUANTITY = re.compile(
     r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-z/]*)\s*", re.ASCII | re.IGNORECASE
 )
 _RATE_HELP = "write a rate like 200mbit, 2.5Gbit/s, or unshaped for no limit"
+_SECONDS_HELP = "write a duration like 180ms, 2.5s or 3min"
 _SIZE_HELP = "write a size like 4096, 64KiB, 32MiB (base 2) or 1MB (base 10)"
 
 
@@ -69,6 +84,23 @@ def parse_size(text: str) -> int:
         known = "B, kB, MB, GB, TB, KiB, MiB, GiB, TiB"
         raise InputError(f"size {text!r} has unit {unit!r} (units: {known}); {_SIZE_HELP}")
     return _whole(number * SIZE_UNITS[unit], text, "size", "bytes", _SIZE_HELP)
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds of a duration like ``"180ms"``, ``"2.5s"`` or ``"3min"``; a unit is needed.
+
+    Raises:
+        InputError: not a duration, without a unit, or zero.
+    """
+    number, unit = _split(text, "duration", _SECONDS_HELP)
+    if unit not in SECOND_UNITS:
+        shown = f"unit {unit!r}" if unit else "no unit"
+        raise InputError(
+            f"duration {text!r} has {shown} (units: {', '.join(SECOND_UNITS)}); {_SECONDS_HELP}"
+        )
+    if not number:
+        raise InputError(f"duration {text!r} is zero; {_SECONDS_HELP}")
+    return float(number * SECOND_UNITS[unit])
 
 
 def format_rate(bits_per_s: int | None) -> str:

@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn import functional
 
 from taciturn.errors import InputError
+from taciturn.gpt import CONTEXT, HEAD_ELEMS, VOCABULARY, GPTShape, gpt_shape
 
 __all__ = [
     "GPT",
@@ -42,13 +43,10 @@ __all__ = [
     "random_normal",
 ]
 
-CONTEXT = 128  # bytes of text in one sequence
 SEQUENCES = 2  # sequences in the batch whose gradient a rank holds: few, as noisy as in training
 WARM_STEPS = 16  # signSGD steps before that gradient is taken
 WARM_RATE = 1e-3  # how far each of them moves every parameter
 WARM_SEQUENCES = 1  # sequences in each of those steps, the same on all ranks
-VOCABULARY = 256  # bytes
-HEAD_ELEMS = 32  # width of one attention head
 SEED_SHIFT = 20  # bits below a seed that tell the ranks apart
 MAX_SEED = (1 << (64 - SEED_SHIFT)) - 1  # torch.Generator takes 64 bits in all
 SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages"})
@@ -113,39 +111,6 @@ def draw_batch(text: torch.Tensor, sequences: int, generator: torch.Generator) -
 
 
 # ----------------------------------------------------------------------------------------- model
-
-
-class GPTShape(NamedTuple):
-    """Size of a GPT: ``width`` in elements, a multiple of the head's 32; ``depth`` in blocks."""
-
-    width: int
-    depth: int
-
-    @property
-    def params(self) -> int:
-        """Number of parameters (output head tied to the byte embedding)."""
-        block = 12 * self.width**2 + 13 * self.width
-        return (VOCABULARY + CONTEXT + 2) * self.width + self.depth * block
-
-
-def gpt_shape(numel: int) -> GPTShape:
-    """The smallest GPT of usual proportions with at least ``numel`` parameters.
-
-    Usual: a width of 32 to 128 per block, or a single block when even that is too large.
-    """
-    best: GPTShape | None = None
-    for depth in range(1, 257):
-        for width in range(HEAD_ELEMS, 16384, HEAD_ELEMS):
-            shape = GPTShape(width, depth)
-            if shape.params < numel:
-                continue
-            usual = 32 * depth <= width <= 128 * depth or depth == 1
-            if usual and (best is None or shape.params < best.params):
-                best = shape
-            break  # wider is only larger
-    if best is None:
-        raise InputError(f"no GPT of usual proportions has {numel} parameters; use --input random")
-    return best
 
 
 class _Block(nn.Module):

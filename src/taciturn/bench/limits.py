@@ -7,8 +7,6 @@ minutes of work.
 from __future__ import annotations
 
 import os
-import stat
-from pathlib import Path
 
 import torch
 
@@ -20,7 +18,6 @@ __all__ = [
     "MAX_REPEATS",
     "MAX_TIMEOUT_S",
     "MEMORY_SHARE",
-    "check_file",
     "check_memory",
     "memory_bytes",
     "needed_bytes",
@@ -77,28 +74,3 @@ def check_memory(
         f"of which the bench takes at most {MEMORY_SHARE:.0%}; give a smaller --size or fewer "
         "--ranks"
     )
-
-
-def check_file(option: str, path: Path) -> None:
-    """Refuse a file that cannot be written, by trying; leaves it as it is.
-
-    Raises:
-        InputError: a folder, no such folder, or no permission.
-    """
-    try:
-        try:
-            mode = path.stat().st_mode
-        except FileNotFoundError:
-            path.open("xb").close()
-            path.unlink()
-            return
-        if stat.S_ISFIFO(mode):  # to open it would wait for its reader
-            if not os.access(path, os.W_OK):
-                raise PermissionError(13, "Permission denied")
-            return
-        path.open("ab").close()
-    except OSError as error:
-        raise InputError(
-            f"{option}: cannot write {path}: {error.strerror}; name a file in a folder that is "
-            "there and in which you may write"
-        ) from error

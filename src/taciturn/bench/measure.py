@@ -12,13 +12,10 @@ import hashlib
 import os
 import platform
 import random
-import re
-import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from importlib import metadata
 from typing import Any, NamedTuple
 
@@ -40,11 +37,10 @@ from taciturn.bench.columns import (
 )
 from taciturn.bench.inputs import Input, make_input
 from taciturn.collectives import CodedRing, Collective, Cost
-from taciturn.errors import InputError, MismatchError, PeerError, TaciturnError
+from taciturn.ranks import Clock, Eta, Progress, Ranks, join, own_interface
 from taciturn.testbed import interface_counters
-from taciturn.transport import DistributedTransport
 
-__all__ = ["Eta", "Job", "Progress", "measure", "order_of_calls"]
+__all__ = ["Job", "measure", "order_of_calls"]
 
 ITEM_BYTES = 4  # buffers are float32
 
@@ -96,14 +92,6 @@ class Job:
         return cls(**plain)
 
 
-class Progress(NamedTuple):
-    """How far a run is: a fraction from 0 to 1, seconds still expected, and what is under way."""
-
-    fraction: float
-    remaining_s: float
-    label: str
-
-
 def order_of_calls(methods: int, repeat: int, seed: int) -> list[int]:
     """The order in which one repeat runs the methods: shuffled, and the same on every rank."""
     order = list(range(methods))
@@ -111,158 +99,11 @@ def order_of_calls(methods: int, repeat: int, seed: int) -> list[int]:
     return order
 
 
-class Eta:
-    """Seconds still to go in a list of steps.
-
-    A step with a key seen before is expected to take the mean of those; another takes its prior
-    guess times how wrong the guesses of its kind (the key up to ``:``) have been so far.
-    """
-
-    def __init__(self, steps: Sequence[tuple[str, float]]) -> None:
-        self.steps = list(steps)
-        self.done = 0
-        self.elapsed_s = 0.0
-        self._seen: dict[str, list[float]] = {}
-
-    def advance(self, seconds: float) -> None:
-        """The next step is done and took ``seconds``."""
-        key, _ = self.steps[self.done]
-        self._seen.setdefault(key, []).append(seconds)
-        self.elapsed_s += seconds
-        self.done += 1
-
-    def _scale(self, kind: str) -> float:
-        done = [(key, guess) for key, guess in self.steps[: self.done] if key.split(":")[0] == kind]
-        guessed = sum(guess for _, guess in done)
-        took = sum(sum(s) for key, s in self._seen.items() if key.split(":")[0] == kind)
-        return took / guessed if guessed else 1.0
-
-    @property
-    def remaining_s(self) -> float:
-        """Expected seconds of all steps that are not done."""
-        scales = {kind: self._scale(kind) for kind in {key.split(":")[0] for key, _ in self.steps}}
-        return sum(
-            statistics.fmean(self._seen[key])
-            if key in self._seen
-            else guess * scales[key.split(":")[0]]
-            for key, guess in self.steps[self.done :]
-        )
-
-    @property
-    def fraction(self) -> float:
-        """Share of the expected whole time that is over."""
-        whole = self.elapsed_s + self.remaining_s
-        return self.elapsed_s / whole if whole else 1.0
-
-
-# ------------------------------------------------------------------------------- inside the ranks
-
-
-@dataclass
-class _Ranks:
-    """This rank's place among the others, and the exchanges outside the clock."""
-
-    transport: DistributedTransport
-    device: torch.device
-
-    @property
-    def rank(self) -> int:
-        return self.transport.rank
-
-    @property
-    def size(self) -> int:
-        return self.transport.size
-
-    @contextmanager
-    def _watched(self) -> Iterator[None]:
-        """A collective of torch.distributed whose failure is reported like one of the transport."""
-        try:
-            yield
-        except RuntimeError as error:
-            self.transport.lost((self.rank - 1) % self.size, error)
-
-    def barrier(self) -> None:
-        """Wait for all ranks, and for the device."""
-        with self._watched():
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-                dist.barrier(device_ids=[self.device.index])
-            else:
-                dist.barrier()
-
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks, in place."""
-        with self._watched():
-            dist.all_reduce(tensor)
-        return tensor
-
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's ``value``, by rank."""
-        values: list[Any] = [None] * self.size
-        with self._watched():
-            dist.all_gather_object(values, value)
-        return values
-
-    def synchronize(self) -> None:
-        """Wait for what the device still has to do."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-
-def _not_joined(timeout_s: float, error: Exception) -> PeerError:
-    """What to say when the ranks did not all meet.
-
-    Gloo waits for the ranks in their order, and the store's error ends with the key of the one that
-    did not come: ``wait timeout after 4000ms, keys: /default_pg/0//cpu//0/2``.
-    """
-    text = str(error).strip().splitlines()
-    key = re.search(r"keys: \S*/(\d+)$", text[0]) if text else None
-    what = "its process may be stopped, stuck or gone; look at it, or give a longer --timeout"
-    if key is not None:
-        missing = int(key[1])
-        return PeerError(f"rank {missing} did not join within {timeout_s:g} s: {what}", [missing])
-    said = text[0] if text else type(error).__name__
-    return PeerError(
-        f"the ranks did not all join; one may be stopped, stuck or gone, or --timeout "
-        f"({timeout_s:g} s) too short: {said}"
-    )
-
-
-def _join(job: Job) -> _Ranks:
-    """Meet the other ranks as torchrun's environment says."""
-    if job.device == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-    else:
-        device = torch.device("cpu")
-    timeout = timedelta(seconds=job.timeout_s)
-    try:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
-        transport = DistributedTransport(timeout_s=job.timeout_s)
-    except TaciturnError:
-        raise
-    except RuntimeError as error:
-        raise _not_joined(job.timeout_s, error) from error
-    return _Ranks(transport, device)
-
-
-def _own_interface() -> str | None:
-    """The network interface that only this rank uses; None if it shares one, as on loopback."""
-    name = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    if os.environ.get("LOCAL_WORLD_SIZE") != "1" or not name:
-        return None
-    try:
-        interface_counters(name)
-    except (InputError, OSError):
-        return None
-    return name
-
-
 def _call(
     collective: Collective,
     work: torch.Tensor,
     source: torch.Tensor,
-    ranks: _Ranks,
+    ranks: Ranks,
     wire: str | None,
 ) -> Sample:
     """One call on the clock; everything else off it."""
@@ -289,7 +130,7 @@ class _Truth(NamedTuple):
     difference: float | None  # share of the rms of g that differs between ranks
 
 
-def _truth(source: torch.Tensor, ranks: _Ranks) -> _Truth:
+def _truth(source: torch.Tensor, ranks: Ranks) -> _Truth:
     total = ranks.sum(source.double())
     g = source.double()
     both = torch.stack([(g - total / ranks.size).square().sum(), g.square().sum()])
@@ -297,7 +138,7 @@ def _truth(source: torch.Tensor, ranks: _Ranks) -> _Truth:
     return _Truth(total, hetero, root_of_quotient(hetero, whole))
 
 
-def _errors(result: torch.Tensor, truth: _Truth, data: Input, ranks: _Ranks) -> Row:
+def _errors(result: torch.Tensor, truth: _Truth, data: Input, ranks: Ranks) -> Row:
     """Errors of one method's result, the same on every rank."""
     digest = hashlib.blake2b(result.cpu().numpy().tobytes()).digest()
     finite = bool(torch.isfinite(result).all())
@@ -324,19 +165,6 @@ def _errors(result: torch.Tensor, truth: _Truth, data: Input, ranks: _Ranks) -> 
     return row
 
 
-def _agree(job: Job, ranks: _Ranks) -> None:
-    """Raise MismatchError, on every rank, unless all were given the same job."""
-    mine, *others = (asdict(replace(other, command="")) for other in ranks.gather(job))
-    for rank, other in enumerate(others, start=1):
-        keys = [key for key, value in mine.items() if other[key] != value]
-        if keys:
-            told = "; ".join(f"{key} {mine[key]!r} and {other[key]!r}" for key in keys)
-            raise MismatchError(
-                f"ranks 0 and {rank} were given different jobs: {told}. Start all ranks with the "
-                "same command"
-            )
-
-
 def _make(text: str) -> Collective:
     """The collective that the text names; the backend as it is by itself, unless told otherwise.
 
@@ -354,7 +182,7 @@ def _guess_s(job: Job, ranks: int, size_bytes: int, cost: Cost | None) -> float:
     return 1e-3 + sent * 8 / (job.rate_bits_per_s or 4e9)
 
 
-def _steps(job: Job, ranks: _Ranks, collectives: Sequence[Collective]) -> list[tuple[str, float]]:
+def _steps(job: Job, ranks: Ranks, collectives: Sequence[Collective]) -> list[tuple[str, float]]:
     """All that a run does, as keys and guessed seconds, in order."""
     steps = []
     for size in job.sizes_bytes:
@@ -371,23 +199,6 @@ def _steps(job: Job, ranks: _Ranks, collectives: Sequence[Collective]) -> list[t
     return steps
 
 
-class _Clock:
-    """Times the steps of a run on this rank and tells who asked how far it is."""
-
-    def __init__(self, eta: Eta, report: Callable[[Progress], None] | None) -> None:
-        self.eta = eta
-        self.report = report
-
-    @contextmanager
-    def step(self, label: str) -> Iterator[None]:
-        """One step of the list."""
-        if self.report is not None:
-            self.report(Progress(self.eta.fraction, self.eta.remaining_s, label))
-        start = time.perf_counter()
-        yield
-        self.eta.advance(time.perf_counter() - start)
-
-
 @dataclass
 class _Measured:
     """One rank's view of one size: ``samples[method][call]`` and ``errors[method]``."""
@@ -398,10 +209,10 @@ class _Measured:
 
 
 def _bench_size(
-    job: Job, size_bytes: int, collectives: Sequence[Collective], ranks: _Ranks, clock: _Clock
+    job: Job, size_bytes: int, collectives: Sequence[Collective], ranks: Ranks, clock: Clock
 ) -> _Measured:
     """All methods on one buffer, round-robin."""
-    wire = _own_interface()
+    wire = own_interface()
     numel = size_bytes // ITEM_BYTES
     with clock.step("making the input"):
         data = make_input(job.source, numel, ranks.rank, job.seed)
@@ -506,17 +317,15 @@ def measure(job: Job, report: Callable[[Progress], None] | None = None) -> list[
         InputError, MethodError, CodeError: a job that cannot be done.
         PeerError, MismatchError: a rank died, went silent, or runs another job.
     """
-    ranks = _join(job)
-    _agree(job, ranks)
+    ranks = join(job.device, job.timeout_s)
+    ranks.agree(asdict(replace(job, command="")))
     collectives = [_make(text) for text in job.methods]
     conditions = _conditions(job)
-    clock = _Clock(Eta(_steps(job, ranks, collectives)), report)
+    clock = Clock(Eta(_steps(job, ranks, collectives)), report)
     rows: list[Row] = []
     for size in job.sizes_bytes:
         views = ranks.gather(_bench_size(job, size, collectives, ranks, clock))
         if ranks.rank == 0:
             rows += _rows(job, size, views, collectives, conditions)
-    ranks.barrier()
-    ranks.transport.close()
-    dist.destroy_process_group()
+    ranks.leave()
     return rows

@@ -6,15 +6,8 @@ offline and tells nobody that it was opened. Every number in a figure is also in
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from functools import cache
-from typing import Any
-
-from jinja2 import Environment, PackageLoader, StrictUndefined, Template
-from markupsafe import Markup, escape
-from plotly.offline import get_plotlyjs
 
 from taciturn.bench.columns import Row
 from taciturn.bench.table import (
@@ -28,11 +21,10 @@ from taciturn.bench.table import (
 )
 from taciturn.bench.verdicts import bytes_per_elem, coded_verdicts, dominated, family, headlines
 from taciturn.errors import InputError
+from taciturn.pages import MARGIN, Figure, figure, render_page, ticks
 from taciturn.units import format_size
 
 __all__ = ["html"]
-
-Figure = dict[str, Any]
 
 # Of medium lightness, so that they read on white and on black; shapes say the same without colour.
 _STYLES = {
@@ -52,32 +44,12 @@ _GLYPHS = {
     "star": "\u2605",
 }
 _LEGENDS_APART = 0.05  # of the plot's width and height: nearer points share one label
-_MARGIN = {"l": 56, "r": 18, "t": 8, "b": 46}
 _CHARACTER_PX = 6.5  # of the labels' 11 px font, the widest of the fonts asked for
 _GAP_PX = 6  # between a bar and its label
 
 
 def _style(row: Row) -> tuple[str, str]:
     return _STYLES.get(family(row["method"]), _OTHER)
-
-
-def _figure(name: str, caption: str, data: list[Figure], height: int, **layout: Any) -> Figure:
-    """What the page's script draws, beside what its template needs."""
-    base = {
-        "height": height,
-        "margin": _MARGIN,
-        "showlegend": False,
-        "hovermode": "closest",
-        "dragmode": False,
-    }
-    return {"name": name, "caption": caption, "spec": {"data": data, "layout": base | layout}}
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    """Round values for a logarithmic axis: decades, with 2 and 5 between where there is room."""
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    steps = (1, 2, 5) if high / low < 300 else (1,)
-    return [step * 10.0**k for k in decades for step in steps]
 
 
 # --------------------------------------------------------------------------------------- figures
@@ -138,7 +110,7 @@ def _bars(rows: Sequence[Row], numbers: dict[str, int]) -> Figure:
         }
         for place, row, text in zip(places, shown, texts, strict=True)
     ]
-    return _figure(
+    return figure(
         "times",
         f"Median time of one {title(rows[0])}, with quartiles; behind each bar the time and its "
         "ratio to the backend's fp32 all_reduce. Shorter is better.",
@@ -146,7 +118,7 @@ def _bars(rows: Sequence[Row], numbers: dict[str, int]) -> Figure:
         46 * len(rows) + 60,
         annotations=labels,
         # In the margin, since a share of a narrow page's axis is narrower than the label.
-        margin=_MARGIN | {"l": 12, "r": room},
+        margin=MARGIN | {"l": 12, "r": room},
         xaxis={"range": [0, 1.01 * longest], "title": {"text": "seconds"}, "nticks": 6},
         yaxis={"visible": False, "range": [-0.5, len(rows) - 0.3]},
     )
@@ -184,7 +156,7 @@ def _against_size(rows: Sequence[Row], numbers: dict[str, int], column: str) -> 
         "ratio_to_backend": "The same as a ratio to the backend's fp32 all_reduce; "
         "below 1 is faster.",
     }[column]
-    ticks = _ticks(min(values), max(values))
+    marks = ticks(min(values), max(values))
     span = 0.06 * (high - low or 1)
     annotations = [
         {
@@ -198,13 +170,13 @@ def _against_size(rows: Sequence[Row], numbers: dict[str, int], column: str) -> 
         }
         for _, y, text in _merge(ends)
     ]
-    return _figure(
+    return figure(
         f"sizes-{column}",
         what,
         data,
         420,
         annotations=annotations,
-        margin=_MARGIN | {"r": 64},
+        margin=MARGIN | {"r": 64},
         xaxis={
             "type": "log",
             "tickvals": sizes,
@@ -214,8 +186,8 @@ def _against_size(rows: Sequence[Row], numbers: dict[str, int], column: str) -> 
         yaxis={
             "type": "log",
             "range": [low - span, high + span],
-            "tickvals": ticks,
-            "ticktext": [seconds_text(t) if column == "median_s" else f"{t:g}" for t in ticks],
+            "tickvals": marks,
+            "ticktext": [seconds_text(t) if column == "median_s" else f"{t:g}" for t in marks],
         },
     )
 
@@ -315,7 +287,7 @@ def _frontier(rows: Sequence[Row], numbers: dict[str, int], error: str) -> Figur
         "spread of a coded ring's replicas cancels in it.",
     }[error]
     x_ticks = [t for t in (0.25, 0.5, 1, 2, 4, 8, 16) if left - 0.2 <= math.log10(t) <= right + 0.2]
-    return _figure(
+    return figure(
         error.replace("_", "-"),
         caption,
         data,
@@ -404,23 +376,6 @@ def _verdict_table(rows: Sequence[Row], numbers: dict[str, int]) -> list[dict[st
     ]
 
 
-def _breakable(text: str) -> Markup:
-    """Allow line breaks after the commas of a method."""
-    return Markup(str(escape(text)).replace(",", ",<wbr>"))
-
-
-@cache
-def _template() -> Template:
-    environment = Environment(
-        loader=PackageLoader("taciturn.bench", "."),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-    )
-    environment.filters["breakable"] = _breakable
-    return environment.get_template("report.html.jinja")
-
-
 def html(rows: Sequence[Row]) -> str:
     """The page.
 
@@ -448,13 +403,15 @@ def html(rows: Sequence[Row]) -> str:
     for row in largest:
         color, symbol = _style(row)
         key.append((numbers[row["method"]], row["method"], color, _GLYPHS[symbol]))
-    specs = json.dumps({f["name"]: f["spec"] for f in figures}, allow_nan=False)
     conditions = {
         "ranks": rows[0]["ranks"],
         "sizes": ", ".join(format_size(size) for size in sizes),
         **{k.replace("_", " "): v for k, v in largest[0]["conditions"].items()},
     }
-    return _template().render(
+    return render_page(
+        "taciturn.bench",
+        "report.html.jinja",
+        figures,
         title=title(largest[0], sizes[0]),
         largest=format_size(sizes[-1]),
         shaped=rows[0]["rate_bits_per_s"] is not None,
@@ -472,6 +429,4 @@ def html(rows: Sequence[Row]) -> str:
         verdicts=_verdict_table(largest, numbers),
         cells=[_cells(row, numbers) for row in rows],
         conditions=conditions,
-        specs=specs.replace("<", "\\u003c"),
-        plotly=get_plotlyjs(),
     )

@@ -10,53 +10,36 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
-import threading
-import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, TaskProgressColumn, TextColumn
-from rich.progress import Progress as Bar
 
-from taciturn import errors, methods
+from taciturn import methods, ranks
 from taciturn.bench.columns import Row
 from taciturn.bench.inputs import MAX_SEED, check_source, file_elems
 from taciturn.bench.limits import (
     MAX_REPEATS,
     MAX_TIMEOUT_S,
-    check_file,
     check_memory,
     memory_bytes,
 )
-from taciturn.bench.measure import ITEM_BYTES, Job, Progress, measure
+from taciturn.bench.measure import ITEM_BYTES, Job, measure
 from taciturn.bench.table import render
-from taciturn.collectives import products
-from taciturn.collectives.wires import kernels
-from taciturn.errors import InputError, PeerError, TaciturnError, TestbedError
-from taciturn.testbed import RunResult, Testbed, capability
+from taciturn.errors import InputError
+from taciturn.files import check_file
+from taciturn.ranks import compile_loops, on_testbed, show_progress, tell, under_torchrun
+from taciturn.testbed import Description, Testbed
 from taciturn.testbed.launcher import MAX_RANKS
-from taciturn.units import format_rate, format_seconds, format_size
+from taciturn.units import format_size
 
-__all__ = ["BenchConfig", "bench", "run_rank", "under_torchrun"]
+__all__ = ["BenchConfig", "bench", "run_rank"]
 
 DEFAULT_SIZE_BYTES = 32 << 20
 DEFAULT_RANKS = 8
-RUN_WITHIN_S = 86400.0  # the ranks' own time-outs end a run that hangs long before
-GRACE_S = 6.0  # for the other ranks to say what they saw; they settle it within three seconds
-LINE_EVERY_S = 15.0  # between lines of progress where there is no terminal
-COMPILING_AFTER_S = 1.0  # loading compiled loops from the cache takes a third of that
-
-
-def under_torchrun(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process is a rank already."""
-    return "RANK" in environment and "WORLD_SIZE" in environment
 
 
 @dataclass(frozen=True)
@@ -172,7 +155,7 @@ class BenchConfig:
         for size in self.sizes:
             check_memory(size, sharing, memory)
         asked_for = methods.parse_list(self.methods)
-        _compile(Console(stderr=True, quiet=os.environ.get("RANK", "0") != "0"))
+        compile_loops(Console(stderr=True, quiet=os.environ.get("RANK", "0") != "0"))
         for method in asked_for:
             try:
                 with np.errstate(all="ignore"):
@@ -232,168 +215,21 @@ class BenchConfig:
         )
 
 
-# ---------------------------------------------------------------------------------- in each rank
-
-
 def run_rank(folder: Path) -> int:
-    """Measure what ``folder/job.json`` asks for; leave rows, progress or the error in the folder.
-
-    Returns:
-        The exit status: 0, or 1 after an error.
-    """
-    rank = int(os.environ["RANK"])
-    try:
-        job = Job.from_dict(json.loads((folder / "job.json").read_text()))
-
-        def report(progress: Progress) -> None:
-            _write(folder / "progress.json", json.dumps(progress))
-
-        rows = measure(job, report if rank == 0 else None)
-        if rank == 0:
-            _write(folder / "rows.json", json.dumps(rows, allow_nan=False))
-    except TaciturnError as error:
-        failure = {
-            "kind": type(error).__name__,
-            "text": str(error),
-            "ranks": list(getattr(error, "ranks", ())),
-            "round": getattr(error, "round", 0),
-        }
-        _write(folder / f"failure-{rank}.json", json.dumps(failure))
-        print(f"taciturn: error: {error}", file=sys.stderr, flush=True)
-        _leave()
-    except Exception:
-        traceback.print_exc()
-        _leave()
-    return 0
-
-
-def _leave() -> None:
-    """End at once: in an orderly exit gloo's threads might wait for ranks that are lost."""
-    sys.stderr.flush()
-    os._exit(1)
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all, for whoever reads at the same time."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(text)
-    partial.replace(path)
-
-
-# --------------------------------------------------------------------------------- in the launcher
-
-
-def _tell(console: Console, text: str) -> None:
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-
-def _compile(console: Console) -> None:
-    """Compile the loops once, before the ranks all do the same; says so if they are not cached."""
-    told = threading.Timer(
-        COMPILING_AFTER_S,
-        _tell,
-        (console, "compiling loops (first start only; it can take a minute)"),
-    )
-    told.daemon = True
-    told.start()
-    try:
-        with suppress(Exception):  # the ranks compile too, and report what goes wrong
-            kernels.prepare()
-            products.prepare()
-    finally:
-        told.cancel()
-
-
-@contextmanager
-def _progress(console: Console, start: str) -> Iterator[Callable[[Progress], None]]:
-    """A bar where there is a terminal, now and then a line where there is none."""
-    if not console.is_terminal:
-        last, told = time.monotonic(), ""
-
-        def line(progress: Progress) -> None:
-            nonlocal last, told
-            if time.monotonic() - last >= LINE_EVERY_S and progress.label != told:
-                last, told = time.monotonic(), progress.label
-                left = format_seconds(round(progress.remaining_s) or 1)
-                _tell(
-                    console,
-                    f"{100 * progress.fraction:3.0f} %, about {left} left: {progress.label}",
-                )
-
-        yield line
-        return
-    columns = (
-        BarColumn(bar_width=20),
-        TaskProgressColumn(),
-        TextColumn("{task.fields[left]}", markup=False),
-        TextColumn("{task.description}", markup=False),
-    )
-    with Bar(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(start, total=1.0, left="")
-
-        def show(progress: Progress) -> None:
-            left = f"about {format_seconds(round(progress.remaining_s) or 1)} left"
-            bar.update(task, completed=progress.fraction, description=progress.label, left=left)
-
-        yield show
-
-
-def _failure(folder: Path, result: RunResult) -> TaciturnError:
-    """The error to raise for a run that failed: what killed a rank, and what others say of it."""
-    said = [
-        json.loads(path.read_text())
-        for path in sorted(folder.glob("failure-*.json"), key=lambda p: int(p.stem.split("-")[1]))
-    ]
-    first = result.first_failure
-    if first is not None and first.returncode < 0:
-        # What the others made of it is a guess; shown where it is the right one.
-        texts = [failure["text"] for failure in said if failure["ranks"] == [first.rank]]
-        others = f"; the others: {texts[0]}" if texts else ""
-        return PeerError(f"{first} after {first.seconds:.1f} s{others}", [first.rank])
-    if not said:
-        tail = (first.stderr or "").strip() if first is not None else ""
-        return TestbedError(f"{result}" + (f"\n{tail}" if "\n" in tail else ""))
-    # One rank's own mistake explains the rest better than those who lost it.
-    told = min(said, key=lambda failure: failure["kind"] == "PeerError")
-    kind: type[TaciturnError] = getattr(errors, told["kind"], TaciturnError)
-    if kind is PeerError:
-        return PeerError(told["text"], told["ranks"], told["round"])
-    return kind(told["text"])
+    """Be a rank that :func:`bench` has started: the exit status."""
+    return ranks.run_rank(folder, lambda job, report: measure(Job.from_dict(job), report))
 
 
 def _on_testbed(config: BenchConfig, console: Console) -> list[Row]:
-    """Start ranks of our own and collect rank 0's rows.
+    """Start ranks of our own and collect rank 0's rows."""
 
-    However this ends, the ranks' folder goes with it, unless this process is killed by SIGKILL.
-    """
-    rate = config.rate_bits_per_s
-    if rate is not None and not (able := capability()).shaped:
-        _tell(
-            console,
-            f"The link is NOT shaped to {format_rate(rate)}, the ranks talk over loopback: "
-            f"{able.reason}",
-        )
-        rate = None
-    elif rate is None:
-        _tell(console, "The ranks talk over loopback: the link is not shaped.")
-    with (
-        tempfile.TemporaryDirectory(prefix="taciturn-") as name,
-        Testbed(config.world_size, rate, namespaces=rate is not None) as testbed,
-        _progress(console, f"starting {config.world_size} ranks") as show,
-    ):
-        folder = Path(name)
-        job = config.job(str(testbed.description), rate)
-        (folder / "job.json").write_text(json.dumps(job.to_dict()))
-        command = [sys.executable, "-P", "-m", "taciturn.bench", name]
-        running = testbed.start(command, timeout_s=RUN_WITHIN_S, grace_s=GRACE_S, output="capture")
-        while not running.done:
-            time.sleep(0.1)
-            with suppress(FileNotFoundError):  # the ranks are still starting
-                show(Progress(*json.loads((folder / "progress.json").read_text())))
-        result = running.wait()
-        if not result.ok:
-            raise _failure(folder, result)
-        rows: list[Row] = json.loads((folder / "rows.json").read_text())
+    def job(network: Description) -> dict[str, Any]:
+        rate = config.rate_bits_per_s if network.shaped else None
+        return config.job(str(network), rate).to_dict()
+
+    rows: list[Row] = on_testbed(
+        "taciturn.bench", config.world_size, config.rate_bits_per_s, job, console
+    )
     return rows
 
 
@@ -402,7 +238,7 @@ def _in_place(config: BenchConfig, console: Console) -> list[Row]:
     job = config.job("as torchrun found it, not shaped by taciturn", None)
     if int(os.environ["RANK"]) != 0:
         return measure(job)
-    with _progress(console, "waiting for the other ranks") as show:
+    with show_progress(console, "waiting for the other ranks") as show:
         return measure(job, show)
 
 
@@ -417,7 +253,7 @@ def _save(rows: list[Row], config: BenchConfig, console: Console) -> None:
         text = ",\n".join(json.dumps(row, allow_nan=False) for row in rows)
         try:
             config.json.write_text(f"[\n{text}\n]\n")
-            _tell(console, f"rows: {config.json}")
+            tell(console, f"rows: {config.json}")
         except OSError as error:
             failures.append(f"cannot write {config.json}: {error.strerror}")
     if config.html is not None:
@@ -426,7 +262,7 @@ def _save(rows: list[Row], config: BenchConfig, console: Console) -> None:
         page = html(rows)
         try:
             config.html.write_text(page, encoding="utf-8")
-            _tell(console, f"page: {config.html} ({format_size(len(page.encode()))})")
+            tell(console, f"page: {config.html} ({format_size(len(page.encode()))})")
         except OSError as error:
             failures.append(f"cannot write {config.html}: {error.strerror}")
     if failures:

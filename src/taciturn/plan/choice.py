@@ -1,0 +1,330 @@
+"""The recommendation: a method only where its gain is larger than the predictions may err.
+
+Doing nothing, or sending bf16, is an answer like any other, and the one that needs no proof: what
+has to be shown is that a method is faster than the better of the two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from taciturn.errors import InputError
+from taciturn.link import Link
+from taciturn.plan.candidates import (
+    BASELINES,
+    Candidate,
+    Quality,
+    allowed,
+    candidates,
+    check_quality,
+)
+from taciturn.plan.exchange import Pricer
+from taciturn.plan.model import Model
+from taciturn.plan.prediction import MOST_PIECES, Prediction, Predictor, unpriced
+from taciturn.plan.quality import Losses, losses_of
+from taciturn.plan.timing import Compute
+from taciturn.ranges import check_whole
+from taciturn.units import format_seconds
+
+__all__ = ["Crossover", "Plan", "Recommendation", "make_plan", "rate_text"]
+
+MOST_RANKS = 1_000_000
+SCALES = tuple(10 ** (exponent / 4) for exponent in range(-12, 13))
+"""Factors of the link's seconds per byte at which the recommendation is looked at: a thousandth to
+a thousand, four to a decade; between two that differ the crossover is searched."""
+HALVINGS = 12
+"""Of such an interval: the rate is then known to a ten-thousandth."""
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """A rate at which the recommendation changes, all else as it was measured.
+
+    Attributes:
+        rate_bits_per_s: what arrives, one way, in large messages.
+        below: recommended on slower links, to the next crossover.
+        above: on faster ones.
+    """
+
+    rate_bits_per_s: float
+    below: str
+    above: str
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """What to do.
+
+    Attributes:
+        name: of the candidate.
+        method: for ``ddp.attach``.
+        sentence: what, why, and where it changes.
+        gain_s: by which it is faster than the better baseline; 0 for a baseline.
+        uncertainty_s: of that gain.
+        crossovers: the nearest one on either side.
+    """
+
+    name: str
+    method: str
+    sentence: str
+    gain_s: float
+    uncertainty_s: float
+    crossovers: tuple[Crossover, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The answer.
+
+    Attributes:
+        model: its name.
+        elements: that are averaged.
+        ranks: that it is for.
+        probed_ranks: that measured the link.
+        rate_bits_per_s: of the link, as measured: what arrives, one way, in large messages.
+        compute: of a step.
+        quality: the demand on the average.
+        predictions: all candidates, fastest first.
+        left_out: candidates that cannot be predicted, with the reason.
+        losses: of candidates, from the committed tables.
+        recommendation: what to do.
+        notes: whole sentences.
+    """
+
+    model: str
+    elements: int
+    ranks: int
+    probed_ranks: int
+    rate_bits_per_s: float
+    compute: Compute
+    quality: Quality
+    predictions: tuple[Prediction, ...]
+    left_out: tuple[tuple[str, str], ...]
+    losses: dict[str, Losses]
+    recommendation: Recommendation
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as plain values."""
+        plain = asdict(self)
+        for row, one in zip(plain["predictions"], self.predictions, strict=True):
+            row["extrapolated"] = one.extrapolated
+        return {"format": "taciturn.plan", "version": 1, **plain}
+
+
+def make_plan(
+    model: Model,
+    link: Link,
+    compute: Compute,
+    *,
+    ranks: int | None = None,
+    quality: str = "every-replica",
+    methods: str | None = None,
+) -> Plan:
+    """Predict every candidate's step and say which to take.
+
+    Args:
+        model: what is exchanged.
+        link: as probed.
+        compute: of a step without exchange.
+        ranks: to plan for; those that were probed if None. Others are extrapolated.
+        quality: what must be right of the average: "every-replica", "mean" or "any".
+        methods: those to weigh, with ``;`` between them; DDP's own are always among them.
+
+    Raises:
+        InputError: one rank, or nothing left to weigh.
+        MethodError: no such method.
+    """
+    demand = check_quality(quality)
+    ranks = link.ranks if ranks is None else ranks
+    check_whole("ranks", ranks, 2, MOST_RANKS, hint="one rank has nobody to average with")
+    if not link.all_reduce:
+        raise InputError("this link has no curve of the backend's all_reduce: probe it again")
+    weighed = candidates(methods)
+    if methods is not None and not any(allowed(c, demand) for c in weighed if not c.stock):
+        asked = "; ".join(c.name for c in weighed if not c.stock)
+        raise InputError(
+            f"--methods {asked!r} with --quality {demand}: none of them meets that; ask for less "
+            "quality (mean, any), or for other methods"
+        )
+    pricer = Pricer(link, ranks)
+    left_out = tuple((c.name, reason) for c in weighed if (reason := unpriced(model, c)))
+    known = [c for c in weighed if not unpriced(model, c)]
+    predictors = [Predictor(candidate, model, pricer, compute) for candidate in known]
+    rows = sorted((p.predict() for p in predictors), key=lambda row: row.step_s.value)
+    rate = 8 * link.both_ways.bytes_per_s
+    return Plan(
+        model=model.name,
+        elements=model.numel,
+        ranks=ranks,
+        probed_ranks=link.ranks,
+        rate_bits_per_s=rate,
+        compute=compute,
+        quality=demand,
+        predictions=tuple(rows),
+        left_out=left_out,
+        losses={c.name: found for c in known if (found := losses_of(c)) is not None},
+        recommendation=_Chooser(predictors, demand, rate).recommend(rows),
+        notes=_notes(link, ranks, compute),
+    )
+
+
+def _notes(link: Link, ranks: int, compute: Compute) -> tuple[str, ...]:
+    notes = [f"The probe said: {warning}" for warning in link.warnings]
+    if ranks != link.ranks:
+        notes.append(
+            f"Extrapolated: the link was measured with {link.ranks} ranks. For {ranks} the closed "
+            "forms are used, with hosts like the probed ones, as many ranks on each "
+            f"({link.ranks_per_host}); a network that many ranks share may be slower."
+        )
+    if 2 * link.ranks_per_host > link.cores:
+        notes.append(
+            f"{link.ranks_per_host} ranks share {link.cores} cores: coding and backward slow each "
+            "other, which the step times count."
+        )
+    if link.backend != "nccl":
+        notes.append(
+            f"DDP refuses torch's bf16_compress_hook over {link.backend}: its row is of the same "
+            "exchange in a hook of one's own; ddp.attach(model, 'cast:wire=bf16') is one."
+        )
+    if compute.step_s == 0:
+        notes.append("No compute is known: every exchange is taken to be waited for in full.")
+    return tuple(notes)
+
+
+class _Chooser:
+    """What is recommended on the link, and on faster and slower ones."""
+
+    def __init__(self, predictors: Sequence[Predictor], quality: Quality, rate: float) -> None:
+        self.baselines = [p for p in predictors if p.candidate.name in BASELINES]
+        self.methods = [
+            p
+            for p in predictors
+            if not p.candidate.stock
+            and p.candidate.local_steps == 1
+            and allowed(p.candidate, quality)
+            and all(part.known for part in p.parts)
+        ]
+        self.quality, self.rate = quality, rate
+
+    def best(self, scale: float = 1.0) -> tuple[Candidate, float, float]:
+        """Return who is recommended where bytes take ``scale`` times as long.
+
+        With its gain over the better baseline, and by how much that may be off.
+        """
+
+        def interval(p: Predictor) -> tuple[float, float]:
+            low, value, high = (
+                p.step_s(scale, max(0.0, 1 + sign * p.error), MOST_PIECES) for sign in (-1, 0, 1)
+            )
+            return value, (high - low) / 2
+
+        base = min(self.baselines, key=lambda p: p.step_s(scale, 1.0, MOST_PIECES))
+        base_s, base_half = interval(base)
+        best, gain, doubt = base.candidate, 0.0, base_half
+        for method in self.methods:
+            method_s, half = interval(method)
+            uncertainty = math.hypot(half, base_half)
+            if base_s - method_s > max(gain, uncertainty):
+                best, gain, doubt = method.candidate, base_s - method_s, uncertainty
+        return best, gain, doubt
+
+    def crossovers(self) -> tuple[Crossover, ...]:
+        """Return the nearest change of the recommendation on a slower link and on a faster one."""
+        names = [self.best(scale)[0].name for scale in SCALES]
+        middle = SCALES.index(1.0)
+        found = []
+        for step in (1, -1):
+            here = middle
+            while 0 <= here + step < len(SCALES):
+                there = here + step
+                if names[there] != names[here]:
+                    fast, slow = min(here, there), max(here, there)
+                    found.append(self._between(SCALES[fast], SCALES[slow], names[fast]))
+                    break
+                here = there
+        return tuple(found)
+
+    def _between(self, fast: float, slow: float, name: str) -> Crossover:
+        for _ in range(HALVINGS):
+            between = math.sqrt(fast * slow)
+            if self.best(between)[0].name == name:
+                fast = between
+            else:
+                slow = between
+        scale = math.sqrt(fast * slow)
+        return Crossover(self.rate / scale, self.best(slow)[0].name, self.best(fast)[0].name)
+
+    def recommend(self, rows: Sequence[Prediction]) -> Recommendation:
+        """Return the recommendation with its sentence."""
+        best, gain, doubt = self.best()
+        crossovers = self.crossovers()
+        by_name = {row.name: row for row in rows}
+        chosen = by_name[best.name]
+        base = min((by_name[p.candidate.name] for p in self.baselines), key=_step)
+        if best.name == base.name:
+            what = self._stays(base, rows)
+        else:
+            what = (
+                f"{best.name}: {format_seconds(chosen.step_s.value)} a step against "
+                f"{format_seconds(base.step_s.value)} with {base.name}, a gain of "
+                f"{format_seconds(gain)} +- {format_seconds(doubt)}, because "
+                f"{_share(base.exposed_s, base.step_s.value)} of that step waits for the exchange"
+            )
+        marked = " (extrapolated)" if chosen.extrapolated else ""
+        sentence = f"{what}{marked}; {self._where(best.name, crossovers)}."
+        return Recommendation(best.name, best.method, sentence, gain, doubt, crossovers)
+
+    def _stays(self, base: Prediction, rows: Sequence[Prediction]) -> str:
+        """Say why nothing but DDP's own is recommended."""
+        names = {p.candidate.name for p in self.methods}
+        nearest = min((row for row in rows if row.name in names), key=_step, default=None)
+        said = f"{_plain(base.name)}: {format_seconds(base.step_s.value)} a step"
+        if nearest is None:
+            return f"{said}; no method of quality {self.quality} was measured on this link"
+        difference = base.step_s.value - nearest.step_s.value
+        if difference <= 0:
+            slower = format_seconds(-difference)
+            return f"{said}, and the nearest method, {nearest.name}, would be {slower} slower"
+        doubt = format_seconds(math.hypot(base.half_s, nearest.half_s))
+        return (
+            f"{said}; the nearest method, {nearest.name}, would gain {format_seconds(difference)}, "
+            f"which is within the uncertainty of {doubt}"
+        )
+
+    def _where(self, name: str, crossovers: Sequence[Crossover]) -> str:
+        """Say on which links the recommendation holds."""
+        said = []
+        for one in crossovers:
+            rate = rate_text(one.rate_bits_per_s)
+            if one.above == name:
+                said.append(f"below {rate} {_plain(one.below)} wins")
+            else:
+                said.append(f"above {rate} {_plain(one.above)} wins")
+        here = f"this link carries {rate_text(self.rate)}"
+        if not said:
+            return f"{here}, and at a thousandth or a thousand times that it is the same"
+        return f"{here}; {', '.join(said)}"
+
+
+def _step(row: Prediction) -> float:
+    return row.step_s.value
+
+
+def _plain(name: str) -> str:
+    return f"plain {name}" if name in BASELINES else name
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:.0%}" if whole else "0%"
+
+
+def rate_text(bits_per_s: float) -> str:
+    """Return a rate to two digits: ``"1.9 Gbit/s"``."""
+    for factor, unit in ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s")):
+        if bits_per_s >= 0.995 * factor:
+            return f"{float(f'{bits_per_s / factor:.2g}'):g} {unit}"
+    return f"{bits_per_s:.2g} bit/s"

@@ -1,0 +1,192 @@
+"""One row of a plan: the step that a method would give, with an interval, and what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from taciturn.cost import ELEMENT_BYTES
+from taciturn.link import Estimate
+from taciturn.plan.candidates import Candidate
+from taciturn.plan.exchange import Pricer
+from taciturn.plan.model import Buffer, Model
+from taciturn.plan.timeline import Piece, end_s, merged
+from taciturn.plan.timing import Compute
+
+__all__ = ["Prediction", "Predictor", "unpriced"]
+
+STOCK_PASSES, HOOK_PASSES = 2, 4
+"""Passes over all gradients beside the exchange: DDP copies them into its buckets and back; our
+hook copies them into its groups as well, and looks whether all are finite."""
+
+MOST_PIECES = 64
+"""Of a timeline when many are made, for a crossover; neighbours are joined."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a plan says of one candidate. Seconds are per optimizer step, on the slowest rank.
+
+    Attributes:
+        name: of the candidate.
+        method: for ``ddp.attach``.
+        quality: the strictest demand that it meets.
+        step_s: with its interval.
+        exposed_s: by which exchanging makes the step longer than its compute.
+        exchange_s: of all exchanges, one after the other.
+        codec_s: of which coding.
+        sent_bytes: by each rank; None where the backend does not say.
+        memory_bytes: beside parameters, gradients and DDP's own buckets.
+        notes: why it is extrapolated, or what is not known; empty where all was measured.
+        known: whether the method was measured on this link.
+        stock: DDP's own buckets and hook.
+        local_steps: optimizer steps to one exchange.
+    """
+
+    name: str
+    method: str
+    quality: str
+    step_s: Estimate
+    exposed_s: float
+    exchange_s: float
+    codec_s: float
+    sent_bytes: int | None
+    memory_bytes: int
+    notes: tuple[str, ...]
+    known: bool
+    stock: bool
+    local_steps: int
+
+    @property
+    def extrapolated(self) -> bool:
+        """Whether sizes, ranks or the method lie outside of what was measured."""
+        return bool(self.notes)
+
+    @property
+    def half_s(self) -> float:
+        """Half of the interval: by how much the step may be off."""
+        return (self.step_s.high - self.step_s.low) / 2
+
+
+class Predictor:
+    """The step of one candidate, also on a faster or slower link.
+
+    Args:
+        candidate: which.
+        model: what is exchanged.
+        pricer: what exchanges cost.
+        compute: what is beside them.
+    """
+
+    def __init__(
+        self, candidate: Candidate, model: Model, pricer: Pricer, compute: Compute
+    ) -> None:
+        self.candidate, self.model, self.compute = candidate, model, compute
+        self.link, self.ranks = pricer.link, pricer.ranks
+        self.buffers: Sequence[Buffer] = model.buckets() if candidate.stock else model.groups()
+        self.parts = [pricer.seconds(candidate.method, buffer) for buffer in self.buffers]
+        self.finishing = (
+            pricer.finishing().total_s if candidate.quality == "mean" and self.ranks > 1 else 0.0
+        )
+        per_host = self.link.ranks_per_host
+        # 0: a core each for backward and for coding; 1: fewer cores than ranks.
+        self.sharing = min(1.0, max(0.0, (2 * per_host - self.link.cores) / per_host))
+
+    @property
+    def _passes_s(self) -> float:
+        """Seconds of copying gradients to where they are exchanged from, of a step."""
+        passes = STOCK_PASSES if self.candidate.stock else HOOK_PASSES
+        return passes * self.link.gamma_s_per_byte.value * ELEMENT_BYTES * self.model.numel
+
+    @cached_property
+    def error(self) -> float:
+        """Relative error of the exchanges: the mean of their own, by their seconds."""
+        weights = [part.total_s() for part in self.parts]
+        total = sum(weights)
+        if not total:
+            return max(part.error for part in self.parts)
+        return sum(w * part.error for w, part in zip(weights, self.parts, strict=True)) / total
+
+    def exchange_s(self, transfer_scale: float = 1.0) -> float:
+        """Seconds of all exchanges of one average, one after the other."""
+        return sum(part.total_s(transfer_scale) for part in self.parts) + self.finishing
+
+    def step_s(
+        self, transfer_scale: float = 1.0, factor: float = 1.0, most: int | None = None
+    ) -> float:
+        """Seconds of a step.
+
+        Args:
+            transfer_scale: how much slower each byte travels than on the probed link.
+            factor: of the exchanges' seconds: how far a prediction may be off.
+            most: pieces of the timeline.
+        """
+        compute = self.compute
+        if self.candidate.local_steps > 1:
+            exchange_s = factor * (self.exchange_s(transfer_scale) + self._passes_s)
+            return compute.step_s + exchange_s / self.candidate.local_steps
+        pieces = [
+            Piece(
+                compute.ready_s(buffer.ready),
+                factor * (part.link.latency_s + part.link.transfer_s * transfer_scale),
+                factor * part.rest_s,
+            )
+            for buffer, part in zip(self.buffers, self.parts, strict=True)
+        ]
+        if most is not None and len(pieces) > most:
+            pieces = merged(pieces, most)
+        beside_s = end_s(compute.backward_s, pieces, self.sharing)
+        after_s = factor * (self.finishing + self._passes_s)
+        return compute.step_s - compute.backward_s + beside_s + after_s
+
+    def predict(self) -> Prediction:
+        """The row of the table."""
+        value = self.step_s()
+        low, high = (self.step_s(factor=max(0.0, 1 + sign * self.error)) for sign in (-1, 1))
+        once = self.candidate.local_steps
+        sent = [part.sent_bytes for part in self.parts]
+        notes = tuple(dict.fromkeys(note for part in self.parts for note in part.notes))
+        return Prediction(
+            name=self.candidate.name,
+            method=self.candidate.method,
+            quality=self.candidate.quality,
+            step_s=Estimate(value, min(low, value), max(high, value)),
+            exposed_s=value - self.compute.step_s,
+            exchange_s=self.exchange_s() / once,
+            codec_s=sum(part.codec_s for part in self.parts) / once,
+            sent_bytes=None if None in sent else sum(s for s in sent if s is not None) // once,
+            memory_bytes=self._memory_bytes(),
+            notes=_shortened(notes),
+            known=all(part.known for part in self.parts),
+            stock=self.candidate.stock,
+            local_steps=once,
+        )
+
+    def _memory_bytes(self) -> int:
+        whole = ELEMENT_BYTES * self.model.numel
+        held = max(part.workspace_bytes for part in self.parts)
+        if not self.candidate.stock:
+            held += whole  # the groups' buffers
+        method = self.candidate.method
+        if "feedback=true" in method or method.startswith(("powersgd", "topk")):
+            held += 2 * whole  # the residual, and the next one while it is formed
+        if self.candidate.local_steps > 1:
+            held += 2 * whole  # the anchor, and the outer optimizer's momentum
+        return held
+
+
+def _shortened(notes: tuple[str, ...]) -> tuple[str, ...]:
+    """Return notes with the first of each kind: buffers of many sizes say the same."""
+    sizes = [note for note in notes if note.startswith("a buffer of ")]
+    others = tuple(note for note in notes if note not in sizes)
+    if len(sizes) > 1:
+        return (*others, f"{sizes[0]}, and {len(sizes) - 1} more sizes")
+    return (*others, *sizes)
+
+
+def unpriced(model: Model, candidate: Candidate) -> str:
+    """Return why a candidate cannot be priced for a model; empty if it can."""
+    if not model.shapes_known and candidate.method.startswith("powersgd"):
+        return "needs the shapes of a model, not sizes of buckets"
+    return ""
