@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 
 from taciturn.bench import inputs
 from taciturn.errors import InputError
-from taciturn.exchange import GROUP_BYTES, _cut, backward_order
+from taciturn.exchange import FIRST_BYTES, GROUP_BYTES, _cut, backward_order
 from taciturn.gpt import gpt_shape
-from taciturn.plan import Model, parse_model
+from taciturn.methods import aggregator, parse
+from taciturn.plan import CANDIDATES, Model, parse_model
 from taciturn.plan import model as sizes
+from taciturn.plan.prediction import OVERLAPPED
 from taciturn.plan.timing import Compute, read_timing
 
 TRACES = Path(__file__).parent / "traces"
@@ -42,9 +44,18 @@ def test_groups_are_the_hooks(shapes: list[tuple[int, ...]]) -> None:
     """Groups are those of ``taciturn.exchange``: nothing lost, nothing twice, the same cuts."""
     model = Model("some", tuple((f"p{i}", shape) for i, shape in enumerate(shapes)))
     tensors = [(n, torch.empty(shape, device="meta")) for n, shape in model.tensors]
-    cut = [group.shapes for group, _ in _cut(tensors, GROUP_BYTES)]
+    cut = [group.shapes for group, _ in _cut(tensors, GROUP_BYTES, GROUP_BYTES)]
     assert [buffer.shapes for buffer in model.groups()] == cut
+    overlapped = [group.shapes for group, _ in _cut(tensors, GROUP_BYTES, FIRST_BYTES)]
+    assert [buffer.shapes for buffer in model.buckets()] == overlapped
     assert sizes.GROUP_BYTES == GROUP_BYTES
+
+
+def test_overlapped_methods_are_the_hooks() -> None:
+    """Planned in DDP's buckets is what the hook exchanges in them."""
+    for candidate in CANDIDATES:
+        overlaps = aggregator(candidate.method).overlaps
+        assert overlaps == (parse(candidate.method).name in OVERLAPPED)
 
 
 @given(SHAPES)

@@ -92,25 +92,25 @@ class Model:
         return not self.sizes
 
     def groups(self, group_bytes: int = GROUP_BYTES) -> tuple[Buffer, ...]:
-        """What the hook exchanges at once: a group is closed before a tensor that would burst it.
+        """What the hook exchanges, one after the other; closed by the tensor that fills it.
 
         Law (``test_groups_are_the_hooks``): these are the groups of ``taciturn.exchange``.
         """
-        return self._buffers(group_bytes, group_bytes, before=True)
+        return self._buffers(group_bytes, group_bytes)
 
     def buckets(self) -> tuple[Buffer, ...]:
-        """What stock DDP exchanges at once: 1 MiB first, then 25; closed by what fills it.
+        """What stock DDP exchanges, and the hook for what it overlaps: 1 MiB first, then 25.
 
         Law (``test_buckets_are_ddps``): these are the buckets that torch assigns.
         """
-        return self._buffers(FIRST_BUCKET_BYTES, GROUP_BYTES, before=False)
+        return self._buffers(FIRST_BUCKET_BYTES, GROUP_BYTES)
 
-    def _buffers(self, first_bytes: int, later_bytes: int, before: bool) -> tuple[Buffer, ...]:
+    def _buffers(self, first_bytes: int, later_bytes: int) -> tuple[Buffer, ...]:
         if self.sizes:
             parts: list[tuple[int, tuple[Shape, ...] | None]] = [(n, None) for n in self.sizes]
         else:
             shapes = [shape for _, shape in self.tensors]
-            cut = _cut(shapes, first_bytes, later_bytes, before)
+            cut = _cut(shapes, first_bytes, later_bytes)
             parts = [(sum(map(math.prod, some)), tuple(some)) for some in cut]
         made, done = [], 0
         for numel, some in parts:
@@ -137,21 +137,15 @@ class Model:
         return cls(name or type(module).__name__, tensors)
 
 
-def _cut(
-    shapes: Sequence[Shape], first_bytes: int, later_bytes: int, before: bool
-) -> list[list[Shape]]:
-    """Cut tensors into runs: ``before`` one that would burst the limit, or after one that fills."""
+def _cut(shapes: Sequence[Shape], first_bytes: int, later_bytes: int) -> list[list[Shape]]:
+    """Cut tensors into runs, each ended by the tensor that fills it."""
     runs: list[list[Shape]] = []
     run: list[Shape] = []
     held, limit = 0, first_bytes
     for shape in shapes:
-        nbytes = ELEMENT_BYTES * math.prod(shape)
-        if before and run and held + nbytes > limit:
-            runs.append(run)
-            run, held, limit = [], 0, later_bytes
         run.append(shape)
-        held += nbytes
-        if not before and held >= limit:
+        held += ELEMENT_BYTES * math.prod(shape)
+        if held >= limit:
             runs.append(run)
             run, held, limit = [], 0, later_bytes
     return [*runs, run] if run else runs

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from taciturn.cost import ELEMENT_BYTES
 from taciturn.link import Estimate
+from taciturn.methods import parse
 from taciturn.plan.candidates import Candidate
 from taciturn.plan.exchange import Pricer
 from taciturn.plan.model import Buffer, Model
@@ -16,9 +17,12 @@ from taciturn.plan.timing import Compute
 
 __all__ = ["Prediction", "Predictor", "unpriced"]
 
-STOCK_PASSES, HOOK_PASSES = 2, 4
+STOCK_PASSES, IN_PLACE_PASSES, HOOK_PASSES = 2, 3, 4
 """Passes over all gradients beside the exchange: DDP copies them into its buckets and back; our
-hook copies them into its groups as well, and looks whether all are finite."""
+hook looks whether all are finite; and where its groups are not DDP's buckets, it copies as well."""
+
+OVERLAPPED = ("backend", "cast")
+"""Methods of which the hook exchanges all groups at once, in DDP's memory where it can."""
 
 MOST_PIECES = 64
 """Of a timeline when many are made, for a crossover; neighbours are joined."""
@@ -84,7 +88,8 @@ class Predictor:
     ) -> None:
         self.candidate, self.model, self.compute = candidate, model, compute
         self.link, self.ranks = pricer.link, pricer.ranks
-        self.buffers: Sequence[Buffer] = model.buckets() if candidate.stock else model.groups()
+        self.in_place = candidate.stock or parse(candidate.method).name in OVERLAPPED
+        self.buffers: Sequence[Buffer] = model.buckets() if self.in_place else model.groups()
         self.parts = [pricer.seconds(candidate.method, buffer) for buffer in self.buffers]
         self.finishing = (
             pricer.finishing().total_s if candidate.quality == "mean" and self.ranks > 1 else 0.0
@@ -96,7 +101,9 @@ class Predictor:
     @property
     def _passes_s(self) -> float:
         """Seconds of copying gradients to where they are exchanged from, of a step."""
-        passes = STOCK_PASSES if self.candidate.stock else HOOK_PASSES
+        passes = IN_PLACE_PASSES if self.in_place else HOOK_PASSES
+        if self.candidate.stock:
+            passes = STOCK_PASSES
         return passes * self.link.gamma_s_per_byte.value * ELEMENT_BYTES * self.model.numel
 
     @cached_property
