@@ -287,22 +287,19 @@ class LocalUpdate:
             torch.sub(fragment.anchor[name], parameter, out=fragment.delta[name])
         fragment.since = 0
         fragment.due = self._steps + self._overlap
-        where = {"the local steps when it exchanges": f"{self._steps}{', its last' * last}"}
         fragment.hidden = self._worker is not None and not last
         if self._worker is not None and not last:
-            fragment.pending = self._worker.submit(self._average, fragment, where)
+            fragment.pending = self._worker.submit(self._average, fragment, self._steps, last)
         else:
-            outcome = self._average(fragment, where)
+            outcome = self._average(fragment, self._steps, last)
             fragment.pending = Future()
             fragment.pending.set_result(outcome)
 
-    def _average(self, fragment: Fragment, where: dict[str, str]) -> Outcome:
+    def _average(self, fragment: Fragment, steps: int, last: bool) -> Outcome:
         """Average a fragment's pseudo-gradient over ranks, and measure the drift."""
         assert fragment.exchange is not None
         transport = fragment.exchange.transport
         start, before = time.perf_counter(), transport.ledger.snapshot()
-        # A rank whose scaler skipped a step, or whose data ended, is at another step.
-        agree(transport, where, None, "the round")
         own = [delta.clone() for delta in fragment.delta.values()]
         with torch.no_grad():
             finite = fragment.exchange.run(fragment.delta)
@@ -310,19 +307,25 @@ class LocalUpdate:
         own_square, square, dot = _products(own, list(fragment.delta.values()))
         lengths = (own_square * square) ** 0.5
         cosine = dot / lengths if lengths > 0 else 1.0
-        numbers = torch.tensor([own_square, cosine], dtype=torch.float64)
+        place = 2 * steps + last
+        numbers = torch.tensor([own_square, cosine, place, place**2], dtype=torch.float64)
         numbers = numbers.to(transport.header_device)
-        Ring().all_reduce(numbers, transport)
-        mean_square, mean_cosine = (numbers / transport.size).tolist()
+        # In one call of the backend: rounds of our own each wait for cores that others compute on.
+        transport.start_all_reduce(numbers)()
+        squares, cosines, places, place_squares = numbers.tolist()
+        if transport.size * place_squares != places**2:
+            # A rank whose scaler skipped a step, or whose data ended, is at another step.
+            where = {"the local steps when it exchanges": f"{steps}{', its last' * last}"}
+            agree(transport, where, None, "the round")
         # mean |d_i - d|^2 = mean |d_i|^2 - |d|^2
-        apart = max(mean_square - square, 0.0)
+        apart = max(squares / transport.size - square, 0.0)
         return Outcome(
             finite=finite,
             sent_bytes=spent.sent_bytes,
             codec_s=spent.codec_s,
             exchange_s=time.perf_counter() - start,
             drift=(apart / square) ** 0.5 if square > 0 else 0.0,
-            cosine=mean_cosine,
+            cosine=cosines / transport.size,
         )
 
     def _apply(self, fragment: Fragment, mixing: float) -> None:
