@@ -48,8 +48,10 @@ _METHOD = re.compile(r"method\s*=\s*(?P<method>\S.*)")
 MAX_ALPHA_NS = 10_000_000
 """More latency than any network within a data centre gives one call; say --alpha where it is."""
 
-EVENT_S = 2.5e-6
-"""CPU time that recording one event takes; measured in :mod:`taciturn.trace.recording`."""
+EVENT_S = 20e-6
+"""CPU time that recording one event may take: 2.5 us on a core of its own (measured in
+:mod:`taciturn.trace.recording`), 13 to 19 us a step's event where ranks and gloo's threads share the
+cores (``benchmarks/trace_prediction.py``, recorded against not recorded)."""
 
 
 @dataclass(frozen=True)
