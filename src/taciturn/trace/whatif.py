@@ -50,8 +50,8 @@ MAX_ALPHA_NS = 10_000_000
 
 EVENT_S = 20e-6
 """CPU time that recording one event may take: 2.5 us on a core of its own (measured in
-:mod:`taciturn.trace.recording`), 13 to 19 us a step's event where ranks and gloo's threads share the
-cores (``benchmarks/trace_prediction.py``, recorded against not recorded)."""
+:mod:`taciturn.trace.recording`), 13 to 19 us where ranks and gloo's threads share the cores
+(``benchmarks/trace_prediction.py``, recorded against not recorded)."""
 
 
 @dataclass(frozen=True)
