@@ -62,7 +62,7 @@ def _line(fit: Fit) -> tuple[list[float], list[float]]:
 
 def _axis_of_sizes(sizes: Sequence[int]) -> Figure:
     low, high = min(sizes), max(sizes)
-    shown = [size for size in (4**k * 1024 for k in range(1, 12)) if low <= size <= high]
+    shown = [size for size in (4096 * 16**k for k in range(8)) if low <= size <= high]
     return {
         "type": "log",
         "tickvals": shown,
@@ -155,6 +155,7 @@ def _pairs(link: Link) -> Figure:
                 "y": [str(rank) for rank in range(shown)],
                 "colorscale": [[0, "#7a3b0c"], [0.5, "#e0a472"], [1, "#dfe9f2"]],
                 "zmin": 0,
+                "zmax": max((one for row in speeds for one in row if one is not None), default=1),
                 "texttemplate": "%{z:.3g}" if shown <= 8 else "",
                 "hovertemplate": "from %{y} to %{x}: %{z:.3g} MB/s<extra></extra>",
                 "showscale": False,
@@ -248,7 +249,7 @@ def _tables(link: Link) -> list[_Table]:
             )
         )
     return [
-        _Table("Curves", head, rows),
+        _Table("Curves in numbers", head, rows),
         _Table("What shares the link and the cores", ["", "value", "95 %", ""], scalars(link)),
         _medians(link),
         _latencies(link),
