@@ -1,24 +1,11 @@
-"""Token-exact gradient accumulation: a window of microbatches is one big batch of all ranks.
-
-The gradient of a window is that of the sum of all losses, over all valid tokens of all microbatches
-of all ranks, divided by the number of these tokens - whatever their split. Means of means are not:
-four microbatches of unequal length, or ranks that run out of data at different times, give another
-gradient. Four accumulated microbatches are also not four steps: neither parameters nor optimizer
-state move within a window.
-
-Each window has one exchange of gradients, overlapped with the last microbatch's backward where
-every rank has one, and one control exchange of a few numbers: tokens, losses, the gradients' norm,
-and who has data for another window.
-"""
+"""The loop over windows: who has data, what the ranks agree on, and the exchange beneath."""
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,38 +13,19 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from taciturn import ddp
+from taciturn.accumulation.lookahead import Batch, Lookahead
+from taciturn.accumulation.window import Window
 from taciturn.aggregators.base import Aggregator
 from taciturn.collectives.base import Collective
 from taciturn.collectives.ring import Ring
 from taciturn.errors import InputError, MismatchError, PeerError
 from taciturn.exchange import Exchange, agree
+from taciturn.gradients import Untouched, check_gradients
 from taciturn.methods import as_aggregator
-from taciturn.optimizers import check_optimizer
-from taciturn.ranges import check_whole
+from taciturn.ranges import check_number, check_whole
 from taciturn.transport import DistributedTransport
 
-__all__ = ["Accumulation", "StepResult", "Window"]
-
-Batch = TypeVar("Batch")
-
-_TOKENS, _LOSS, _SQUARES, _MORE, _MICROBATCHES, _FIXED = range(6)
-"""Places in the control exchange; after them, one for each parameter that this rank has used."""
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What became of a window; the same on every rank."""
-
-    stepped: bool
-    """False if the step was skipped: no valid token on any rank, or a gradient not finite."""
-    tokens: int
-    """Valid tokens of all ranks."""
-    loss: float
-    """Mean loss per token over all of them; NaN without tokens."""
-    grad_norm: float
-    """Norm of the mean gradient before clipping."""
-    microbatches: int
-    """Of all ranks."""
+__all__ = ["Accumulation"]
 
 
 class Accumulation:
@@ -98,20 +66,26 @@ class Accumulation:
         process_group: dist.ProcessGroup | None = None,
         timeout_s: float = 60.0,
     ) -> None:
-        self.model, self.microbatches, self.scaler = model, microbatches, scaler
+        self.model, self.microbatches = model, microbatches
         self._comm: ddp.Communicator | None = None
         self._exchange: Exchange | None = None
         self._transport: DistributedTransport | None = None
         self._unit = 1.0
         self._window: Window[Any] | None = None
-        check_whole("microbatches", microbatches, 1)
+        problem: Exception | None = None
+        try:
+            self._check(method, scaler, process_group)
+        except Exception as error:
+            problem = error
+        # One that is switched off does not look for what is not finite.
+        self.scaler = scaler if problem is None and scaler and scaler.is_enabled() else None
         if isinstance(model, DistributedDataParallel):
-            self._use_ddp(model, method, process_group, timeout_s)
+            self._use_ddp(model, method, scaler, timeout_s, problem)
         else:
-            self._use_plain(model, method, process_group, timeout_s)
+            self._use_plain(method, process_group, timeout_s, problem)
         self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        if not self._parameters:
-            raise InputError("no parameter of this module requires a gradient: nothing to step")
+        self._known = frozenset(map(id, self._parameters.values()))
+        self._untouched = Untouched(self._parameters)
         if microbatches > 1 and any(isinstance(m, _BatchNorm) for m in model.modules()):
             warnings.warn(
                 "batch normalisation sees one microbatch at a time: with it a window is not one "
@@ -120,13 +94,17 @@ class Accumulation:
             )
         model.register_forward_pre_hook(self._before_forward)
 
-    def _use_ddp(
-        self,
-        model: DistributedDataParallel,
-        method: str | Aggregator | Collective | None,
-        process_group: dist.ProcessGroup | None,
-        timeout_s: float,
-    ) -> None:
+    def _check(self, method: Any, scaler: Any, process_group: dist.ProcessGroup | None) -> None:
+        """Refuse on this rank what cannot work."""
+        model = self.model
+        if not isinstance(model, torch.nn.Module):
+            raise InputError(f"model={model!r}: a torch.nn.Module is needed")
+        check_whole("microbatches", self.microbatches, 1)
+        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+            raise InputError(f"scaler={scaler!r}: give the loop's torch.amp.GradScaler")
+        if not isinstance(model, DistributedDataParallel):
+            check_gradients(model, {n: p for n, p in model.named_parameters() if p.requires_grad})
+            return
         if process_group is not None:
             raise InputError("process_group is for plain modules: this one has DDP's own")
         if model.static_graph and self.microbatches > 1:
@@ -134,35 +112,57 @@ class Accumulation:
                 "static_graph and no_sync do not go together in DDP: build the model without "
                 "static_graph, or accumulate nothing (microbatches=1)"
             )
-        comm = ddp.attached(model)
-        if comm is not None and method is not None:
+        if method is not None and ddp.attached(model) is not None:
             raise InputError("a method is attached to this model already: leave method= out")
-        self._comm = comm or ddp.attach(
-            model, "backend" if method is None else method, scaler=self.scaler, timeout_s=timeout_s
-        )
-        if self._comm.transport.size > 1:
-            self._transport = self._comm.transport
+
+    def _use_ddp(
+        self,
+        model: DistributedDataParallel,
+        method: str | Aggregator | Collective | None,
+        scaler: Any,
+        timeout_s: float,
+        problem: Exception | None,
+    ) -> None:
+        comm = attached = ddp.attached(model)
+        if comm is None:
+            method = "backend" if method is None else method
+            comm = ddp.attach(model, method, scaler=scaler, timeout_s=timeout_s)
+        try:
+            comm.wait()
+            items = {"microbatches": str(self.microbatches)}
+            agree(comm.transport, items, problem, "accumulation")
+        except Exception:
+            if attached is None:
+                comm.close()
+            raise
+        self._comm = comm
+        if comm.transport.size > 1:
+            self._transport = comm.transport
 
     def _use_plain(
         self,
-        model: torch.nn.Module,
         method: str | Aggregator | Collective | None,
         process_group: dist.ProcessGroup | None,
         timeout_s: float,
+        problem: Exception | None,
     ) -> None:
-        if not (dist.is_available() and dist.is_initialized()):
+        transport: DistributedTransport | None = None
+        if dist.is_available() and dist.is_initialized():
+            transport = DistributedTransport(process_group, timeout_s)
+            if transport.size == 1:
+                transport.close()
+                transport = None
+        if transport is None:
+            if problem is not None:
+                raise problem
             return
-        transport = DistributedTransport(process_group, timeout_s)
-        if transport.size == 1:
-            transport.close()
-            return
-        problem: Exception | None = None
         items: dict[str, str] = {}
         try:
-            parameters = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-            aggregator = as_aggregator("backend" if method is None else method)
-            self._exchange = Exchange(parameters, aggregator, transport)
-            items = {"microbatches": str(self.microbatches)} | self._exchange.describe()
+            if problem is None:
+                parameters = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
+                aggregator = as_aggregator("backend" if method is None else method)
+                self._exchange = Exchange(parameters, aggregator, transport)
+                items = {"microbatches": str(self.microbatches)} | self._exchange.describe()
         except Exception as error:
             problem = error
         agree(transport, items, problem, "accumulation")
@@ -179,25 +179,34 @@ class Accumulation:
         One batch is fetched ahead, to know which is the last.
 
         Raises:
-            InputError: no rank has any batch, or a window was left without its step.
+            InputError: no rank has any batch, or a window was left without its step, before another
+                one of this loop or of a new one.
+            MismatchError: another rank left the loop and began a new one.
+            PeerError: another rank left the loop.
         """
         with self._together():
-            batches = _Lookahead(loader)
+            self._check_stepped()
+            batches = Lookahead(loader)
             ready = batches.ready
+        self._meet("the start of windows(...)")
         having = self._sum(torch.tensor([float(ready)], dtype=torch.float64)).item()
         if not having:
             raise InputError("no rank's loader has a single batch: nothing to train on")
+        number = 0
         while having:
             self._window = window = Window(self, batches, overlapped=having == self.ranks)
             for parameter in self._parameters.values():
                 parameter.grad = None
-            self._rebuild_buckets()
-            yield window
-            if window.result is None:
-                with self._together():
-                    raise InputError("a window was left without window.step(optimizer)")
+            number += 1
+            self._do_as_ddp_does(number)
+            try:
+                yield window
+            finally:
+                if window.result is not None:
+                    self._window = None  # the loop may be left here, and the model used without
+            with self._together():
+                self._check_stepped()
             having = window._having_next
-        self._window = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs between windows, beside the model's and optimizer's.
@@ -211,26 +220,30 @@ class Accumulation:
         """Restore what :meth:`state_dict` returned. Call it on every rank.
 
         Raises:
-            InputError: the state is missing or another's.
-            MismatchError: another rank could not load its own.
+            InputError: the state is missing, damaged or another's.
+            MismatchError: another rank could not load its own, or has that of another time.
         """
         problem: Exception | None = None
         try:
-            if state is None or {"unit", "exchange"} - set(state):
-                raise InputError("this is no state of an accumulation")
+            if not isinstance(state, dict) or {"unit", "exchange"} - set(state):
+                raise InputError(
+                    f"this {type(state).__name__} is no state of an accumulation: give what "
+                    "state_dict() returned on this rank"
+                )
+            check_number("unit", state["unit"], 0, above=True, hint="this state is damaged")
             if self._exchange is not None:
                 self._exchange.check_state(state["exchange"])
-            unit = float(state["unit"])
+            items = {"what losses are divided by": repr(state["unit"])}
         except Exception as error:
-            problem = error
+            problem, items = error, {}
         if self._transport is not None:
-            agree(self._transport, {}, problem, "loading the accumulation's state")
+            agree(self._transport, items, problem, "loading the accumulation's state")
         elif problem is not None:
             raise problem
         assert state is not None
         if self._exchange is not None:
             self._exchange.load_state_dict(state["exchange"])
-        self._unit = unit
+        self._unit = float(state["unit"])
 
     # -- for windows
 
@@ -271,9 +284,14 @@ class Accumulation:
 
     def _average(self) -> None:
         """Average all gradients where no backward has; a missing one counts as zero."""
-        for parameter in self._parameters.values():
+        for name, parameter in self._parameters.items():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+            elif parameter.grad.layout != torch.strided:
+                raise InputError(
+                    f"the gradient of {name!r} is {parameter.grad.layout}: no method here "
+                    "exchanges sparse ones; have it made with sparse=False"
+                )
         if self._comm is not None:
             self._comm.gradient_scale = 1 / self._unit
             self._comm.average_gradients()
@@ -283,257 +301,49 @@ class Accumulation:
             self._exchange.set_scale(scale / self._unit)
             self._exchange.run(gradients)
 
-    def _rebuild_buckets(self) -> None:
+    def _meet(self, where: str) -> None:
+        """Find out within the time-out if another rank is not here, or is elsewhere in its loop."""
+        if self._transport is not None:
+            if self._comm is not None:
+                self._comm.wait()
+            items = {"where their loops are": where}
+            agree(self._transport, items, None, "accumulation")
+
+    def _check_stepped(self) -> None:
+        if self._window is not None and self._window.result is None:
+            raise InputError("a window was left without window.step(optimizer)")
+
+    def _do_as_ddp_does(self, number: int) -> None:
         """Do here what DDP does in the first forward after a backward that exchanged: together.
 
-        It is a collective of DDP's own, and a rank without a batch has no forward.
+        They are collectives of DDP's own, on its process group and with its time-out, and a rank
+        without a batch has no forward. So the ranks meet before.
         """
         model = self.model
         if not isinstance(model, DistributedDataParallel) or self.ranks == 1:
             return
-        if model.reducer._rebuild_buckets():
-            model._has_rebuilt_buckets = True
+        assert self._transport is not None
+        ever = model.static_graph or not model.find_unused_parameters
+        buckets = ever and not model._has_rebuilt_buckets
+        buffers = model.will_sync_module_buffers()
+        if not (buckets or buffers):
+            return
+        self._meet(f"window {number}")
+        try:
+            if buckets and model.reducer._rebuild_buckets():
+                model._has_rebuilt_buckets = True
+            if buffers:
+                model._sync_buffers()
+                model.require_forward_param_sync = False
+        except RuntimeError as error:  # a rank was lost in their midst
+            self._transport.lost(None, error)
+
+    def _meet_for_unused(self) -> None:
+        """Meet before a backward in which DDP sums on its own group which parameters were used."""
+        if isinstance(self.model, DistributedDataParallel) and self.model.find_unused_parameters:
+            self._meet("the last backward of a window")
 
     def _no_sync(self, stack: ExitStack) -> None:
         for module in self.model.modules():
             if isinstance(module, DistributedDataParallel):
                 stack.enter_context(module.no_sync())
-
-
-class Window(Generic[Batch]):
-    """Some batches of this rank, and then one step; made by :meth:`Accumulation.windows`.
-
-    Attributes:
-        result: what the step did; None before it.
-    """
-
-    def __init__(
-        self, accumulation: Accumulation, batches: _Lookahead[Batch], overlapped: bool
-    ) -> None:
-        self.result: StepResult | None = None
-        self._accumulation, self._batches = accumulation, batches
-        # Gradients are exchanged in the last microbatch's backward; else in step().
-        self._overlapped = overlapped and accumulation._comm is not None
-        self._taken = self._done = self._tokens = 0
-        self._loss = 0.0
-        self._last = self._inside = self._backward_done = self._exchanged = False
-        self._having_next = 0
-        comm = accumulation._comm
-        self._exchanges_before = comm.steps if comm is not None else 0
-
-    def _check_exchanges(self) -> None:
-        """Check that this window's gradients were exchanged once."""
-        comm = self._accumulation._comm
-        if comm is None or comm.transport.size == 1:
-            return
-        comm.wait()
-        if (count := comm.steps - self._exchanges_before) != 1:
-            raise InputError(
-                f"gradients were exchanged {count} times in this window instead of once: some "
-                "backward pass of this model ran outside window.backward(...)"
-            )
-
-    def __iter__(self) -> Iterator[Batch]:
-        """Yield this rank's batches of the window; maybe none, if others have some left."""
-        together = self._accumulation._together
-        while self._taken < self._accumulation.microbatches:
-            with together():
-                if not self._batches.ready:
-                    return
-                batch = self._batches.take()
-                self._taken += 1
-                full = self._taken == self._accumulation.microbatches
-                self._last = full or not self._batches.ready
-            yield batch
-            with together():
-                if self._done != self._taken:
-                    raise InputError(
-                        "a batch was taken and had no window.microbatch(...): a rank that leaves "
-                        "one out still needs it, with tokens=0 and a loss of zero"
-                    )
-
-    @contextmanager
-    def microbatch(self, tokens: int) -> Iterator[None]:
-        """Surround forward and backward of one batch.
-
-        Args:
-            tokens: valid ones of this batch, or samples, or any whole-number weight from 0 on whose
-                losses are summed.
-
-        Raises:
-            InputError: a wrong count, or no backward, or more than one; on every rank.
-        """
-        accumulation = self._accumulation
-        with accumulation._together(), ExitStack() as stack:
-            count = _count(tokens)
-            if self._inside or self.result is not None or self._done == self._taken:
-                raise InputError(
-                    "window.microbatch(...) belongs once to each batch that the window yields"
-                )
-            synced = self._overlapped and self._last
-            if not synced:
-                accumulation._no_sync(stack)
-            elif accumulation._comm is not None:
-                accumulation._comm.gradient_scale = 1 / accumulation._unit
-            self._inside, self._backward_done = True, False
-            try:
-                yield
-            finally:
-                self._inside = False
-            if not self._backward_done:
-                raise InputError(
-                    "no window.backward(loss_sum) inside window.microbatch(...): loss.backward() "
-                    "would leave the loss out of the count"
-                )
-            self._tokens += count
-            self._done += 1
-            self._exchanged = synced
-
-    def backward(self, loss_sum: torch.Tensor) -> None:
-        """Backpropagate the sum of a batch's losses over its valid tokens; once a microbatch.
-
-        Args:
-            loss_sum: a scalar; the sum, not the mean.
-        """
-        accumulation = self._accumulation
-        with accumulation._together():
-            if not self._inside or self._backward_done:
-                raise InputError(
-                    "window.backward(loss_sum) belongs inside window.microbatch(...), once: add up "
-                    "several losses first"
-                )
-            if loss_sum.numel() != 1:
-                raise InputError(
-                    f"loss_sum has shape {tuple(loss_sum.shape)}: give the sum over the valid "
-                    "tokens, one number"
-                )
-            self._loss += float(loss_sum.detach())
-            loss = loss_sum / accumulation._unit
-            if accumulation.scaler is not None:
-                loss = accumulation.scaler.scale(loss)
-            loss.backward()
-            self._backward_done = True
-
-    def step(
-        self,
-        optimizer: torch.optim.Optimizer,
-        *,
-        clip_norm: float | None = None,
-        scheduler: Any = None,
-    ) -> StepResult:
-        """Divide by all tokens, clip once, step the optimizer and then the scheduler - or neither.
-
-        Skipped on every rank alike if no rank has a valid token or a gradient is not finite.
-
-        Args:
-            optimizer: whose parameters are the model's.
-            clip_norm: most norm of the mean gradient; None: no clipping.
-            scheduler: of the learning rate; stepped only if the optimizer is.
-        """
-        accumulation = self._accumulation
-        with accumulation._together():
-            check_optimizer(optimizer)
-            if clip_norm is not None and not clip_norm > 0:
-                raise InputError(f"clip_norm={clip_norm!r}: must be positive")
-            if self.result is not None:
-                raise InputError("this window has made its step already")
-            if self._taken != self._done or (self._overlapped and not self._exchanged):
-                raise InputError("window.step(...) before all batches of the window were taken")
-            parameters = accumulation._parameters
-            used = [float(p.grad is not None) for p in parameters.values()]
-            if not self._overlapped:
-                accumulation._average()
-            self._check_exchanges()
-            gradients = [p.grad for p in parameters.values() if p.grad is not None]
-            numbers = [0.0] * _FIXED
-            numbers[_TOKENS], numbers[_LOSS] = self._tokens, self._loss
-            numbers[_SQUARES] = _squares(gradients)
-            numbers[_MORE] = self._batches.ready
-            numbers[_MICROBATCHES] = self._done
-            if not self._overlapped:
-                numbers += used
-            vector = torch.tensor(numbers, dtype=torch.float64)
-        total = accumulation._sum(vector).tolist()
-        if not self._overlapped:
-            for parameter, anywhere in zip(parameters.values(), total[_FIXED:], strict=True):
-                if not anywhere:
-                    parameter.grad = None
-        self._having_next = int(total[_MORE])
-        return self._apply(total, optimizer, clip_norm, scheduler)
-
-    def _apply(
-        self,
-        total: list[float],
-        optimizer: torch.optim.Optimizer,
-        clip_norm: float | None,
-        scheduler: Any,
-    ) -> StepResult:
-        """Step by what all ranks agreed on."""
-        accumulation, scaler = self._accumulation, self._accumulation.scaler
-        gradients = [p.grad for p in accumulation._parameters.values() if p.grad is not None]
-        ranks, tokens = accumulation.ranks, int(total[_TOKENS])
-        norm = math.sqrt(total[_SQUARES] / ranks)
-        factor = accumulation._unit * ranks / tokens if tokens else 0.0
-        norm *= factor / (scaler.get_scale() if scaler is not None else 1.0)
-        finite = math.isfinite(norm)
-        if tokens and clip_norm is not None and finite:
-            factor *= min(1.0, clip_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
-        if tokens:
-            if finite:
-                torch._foreach_mul_(gradients, factor)
-            elif gradients:
-                gradients[0].fill_(math.inf)  # for a scaler whose rank saw nothing of it
-            if scaler is not None:
-                scaler.unscale_(optimizer)
-                scaler.step(optimizer)
-                scaler.update()
-            elif finite:
-                optimizer.step()
-        stepped = bool(tokens) and finite
-        if stepped and scheduler is not None:
-            scheduler.step()
-        if tokens:  # a power of two: dividing the next losses by it is exact
-            accumulation._unit = 2.0 ** round(math.log2(tokens / ranks))
-        self.result = StepResult(
-            stepped=stepped,
-            tokens=tokens,
-            loss=total[_LOSS] / tokens if tokens else math.nan,
-            grad_norm=norm,
-            microbatches=int(total[_MICROBATCHES]),
-        )
-        return self.result
-
-
-class _Lookahead(Generic[Batch]):
-    """An iterator that knows whether it has another item, by fetching it ahead."""
-
-    def __init__(self, items: Iterable[Batch]) -> None:
-        self._iterator = iter(items)
-        self._held: list[Batch] = []
-
-    @property
-    def ready(self) -> bool:
-        """There is another item."""
-        if not self._held:
-            for item in self._iterator:
-                self._held.append(item)
-                break
-        return bool(self._held)
-
-    def take(self) -> Batch:
-        """Return the next item."""
-        return self._held.pop()
-
-
-def _count(tokens: Any) -> int:
-    """Return a count of tokens as an int, if it is one."""
-    value = tokens.item() if isinstance(tokens, torch.Tensor) and tokens.numel() == 1 else tokens
-    check_whole("tokens", value, 0)
-    return int(value)
-
-
-def _squares(gradients: list[torch.Tensor]) -> float:
-    if not gradients:
-        return 0.0
-    norms = torch._foreach_norm(gradients)
-    return sum(norm.double().square().item() for norm in norms)
