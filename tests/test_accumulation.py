@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import io
 import math
+import os
+import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ranks import Ranks
 from taciturn import Accumulation, ddp
-from taciturn.accumulation import StepResult, _Lookahead
-from taciturn.errors import TaciturnError
+from taciturn.accumulation import StepResult
+from taciturn.accumulation.control import alike, moments
+from taciturn.accumulation.lookahead import Lookahead
+from taciturn.accumulation.window import _count
+from taciturn.errors import InputError, MismatchError, PeerError, TaciturnError
 
 Data = list[list[int]]
 """Of each rank, the tokens of its batches."""
@@ -55,7 +62,11 @@ def loader(data: Data, rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def build(kind: str, net: nn.Module, **options: Any) -> nn.Module:
-    return DistributedDataParallel(net, **options) if kind == "ddp" else net
+    if kind == "buffers":  # which DDP sends round in a forward
+        net.register_buffer("mask", torch.zeros(3))
+    if kind == "unused":
+        options["find_unused_parameters"] = True
+    return net if kind == "plain" else DistributedDataParallel(net, **options)
 
 
 def close(accumulate: Accumulation) -> None:
@@ -126,7 +137,9 @@ def _windows(kind: str, data: Data, unused: bool) -> float:
     return error
 
 
-@pytest.mark.parametrize(("kind", "unused"), [("ddp", False), ("ddp", True), ("plain", False)])
+@pytest.mark.parametrize(
+    ("kind", "unused"), [("ddp", False), ("ddp", True), ("buffers", False), ("plain", False)]
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_window_is_one_big_batch(layout, kind, unused, pool: Ranks):
     """Gradient, loss and norm are those of all valid tokens of all ranks in one batch (fp64)."""
@@ -257,8 +270,10 @@ def test_a_window_without_any_token_is_skipped(pool: Ranks):
         assert math.isnan(loss)
 
 
-def _overflow(kind: str, scaled: bool) -> tuple[list[bool], torch.Tensor, float]:
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if scaled else None
+def _overflow(kind: str, scaled: bool | None) -> tuple[list[bool], torch.Tensor, float]:
+    scaler = None
+    if scaled is not None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
     accumulate = Accumulation(build(kind, net64()), 2, scaler=scaler, timeout_s=20)
     optimizer = torch.optim.SGD(accumulate.model.parameters(), lr=0.1)
     stepped = []
@@ -271,13 +286,13 @@ def _overflow(kind: str, scaled: bool) -> tuple[list[bool], torch.Tensor, float]
         stepped.append(window.step(optimizer, clip_norm=1.0).stepped)
     close(accumulate)
     flat = torch.cat([p.detach().flatten() for p in accumulate.model.parameters()])
-    return stepped, flat, scaler.get_scale() if scaler is not None else 0.0
+    return stepped, flat, scaler.get_scale() if scaled and scaler is not None else 0.0
 
 
-@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("scaled", [None, False, True])
 @pytest.mark.parametrize("kind", ["ddp", "plain"])
 def test_an_overflow_on_one_rank_skips_on_all(kind, scaled, pool: Ranks):
-    """All ranks skip that step together, scaled or not, and go on with equal weights."""
+    """All ranks skip together, with a scaler, one switched off, or none, and go on equal."""
     results = pool.run(_overflow, kind, scaled)
     for stepped, flat, scale in results:
         assert stepped == [True, False, True]
@@ -456,12 +471,48 @@ def test_resume_is_bit_equal(kind, method, pool: Ranks):
     assert pool.run(_resume, kind, method) == [True] * 4
 
 
+def _odd_states() -> list[tuple[str, str]]:
+    accumulate = Accumulation(net64(), 2, timeout_s=10)
+    good = accumulate.state_dict()
+    rank = dist.get_rank()
+    found = []
+    for state in (
+        None,
+        3,
+        {},
+        good | {"unit": "x"},
+        good | {"unit": math.nan},
+        good | {"unit": 2.0 if rank == 1 else 4.0},
+        good if rank != 1 else None,
+    ):
+        try:
+            accumulate.load_state_dict(state)  # type: ignore[arg-type]
+        except TaciturnError as error:
+            found.append((type(error).__name__, str(error)))
+    accumulate.load_state_dict(good)
+    close(accumulate)
+    return found
+
+
+def test_a_state_that_is_none_is_refused_on_every_rank(pool: Ranks):
+    """Missing, damaged, of another time, or missing on one rank alone; a good one then loads."""
+    for rank, found in enumerate(pool.run(_odd_states)):
+        names = [name for name, _ in found]
+        assert names == ["InputError"] * 5 + ["MismatchError"] + [
+            "InputError" if rank == 1 else "MismatchError"
+        ]
+        assert "unit='x'" in found[3][1]
+        assert "divided by: 4.0 on rank 0, 2.0 on rank 1" in found[5][1]
+
+
 # -- bad input
 
 
 def _wrong(kind: str, where: str) -> tuple[str, str]:
     """Make one rank, or all, do something wrong; return the error of this rank."""
-    accumulate = Accumulation(build(where, net64()), 2, timeout_s=10)
+    warnings.simplefilter("ignore")  # of a schedule that is stepped before its optimizer
+    # Longer than the test may take: nobody waits for the time-out.
+    accumulate = Accumulation(build(where, net64()), 2, timeout_s=100)
     model = accumulate.model
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rank = dist.get_rank()
@@ -473,6 +524,20 @@ def _wrong(kind: str, where: str) -> tuple[str, str]:
         batches = (_explode() if n == 1 else item for n, item in enumerate(batches))
     if kind == "closure":
         optimizer = torch.optim.LBFGS(model.parameters())
+    if kind == "other optimizer" and one:
+        optimizer = torch.optim.SGD(net64().parameters(), lr=0.1)
+    if kind == "more parameters":
+        extra = nn.Parameter(torch.ones(7, dtype=torch.float64))
+        optimizer.add_param_group({"params": [extra]})
+    options: dict[str, Any] = {}
+    if kind == "clip" or (kind == "clip differs" and one):
+        options["clip_norm"] = -1.0 if kind == "clip" else 2.0
+    if kind == "clip text":
+        options["clip_norm"] = "1"
+    if kind == "rate differs" and one:
+        optimizer.param_groups[0]["lr"] = 0.2
+    if kind == "plateau":
+        options["scheduler"] = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
     try:
         for window in accumulate.windows(batches):
             for number, item in enumerate(window):
@@ -485,9 +550,21 @@ def _wrong(kind: str, where: str) -> tuple[str, str]:
                     loss = loss_sum(model, item)
                 if kind == "left out" and one:
                     continue
+                if kind == "zero_grad" and one and number == 1:
+                    optimizer.zero_grad()
+                if kind == "step inside" and one and number == 1:
+                    optimizer.step()
+                if kind == "no tokens" and one:
+                    tokens = 0
                 with window.microbatch(tokens=tokens):
                     if kind != "forward outside" or not one:
                         loss = loss_sum(model, item)
+                    if kind == "constant" and one and number == 1:
+                        loss = torch.zeros(())
+                    if kind == "number" and one:
+                        loss = loss.item()  # type: ignore[assignment]
+                    if kind == "more parameters":
+                        loss = loss + extra.sum() * 0
                     if kind == "raises" and one and number == 1:
                         raise ZeroDivisionError("oh dear")
                     if kind == "own backward" and one:
@@ -498,9 +575,17 @@ def _wrong(kind: str, where: str) -> tuple[str, str]:
                         window.backward(loss)
                 if kind == "backward outside" and one:
                     window.backward(loss)
+                if kind == "inner left" and one:
+                    break
+                if kind == "clip inside" and one:
+                    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             if kind == "no step":
                 continue
-            window.step(optimizer, clip_norm=-1.0 if kind == "clip" else None)
+            if kind == "left before its step":
+                break
+            window.step(optimizer, **options)
+        for _ in accumulate.windows(batches):
+            break
     except Exception as error:
         return type(error).__name__, str(error)
     finally:
@@ -528,7 +613,21 @@ def _explode() -> Any:
         ("not a sum", "loss_sum has shape (3,)"),
         ("backward outside", "no window.backward"),
         ("no step", "left without window.step"),
+        ("left before its step", "left without window.step"),
         ("clip", "clip_norm=-1.0"),
+        ("clip text", "clip_norm='1'"),
+        ("clip differs", "in clip_norm: None on rank 0, 2.0 on rank 1"),
+        ("rate differs", "the optimizer's lr: 0.1 on rank 0, 0.2 on rank 1"),
+        ("plateau", "ReduceLROnPlateau.step needs metrics"),
+        ("other optimizer", "holds none of this module's parameters"),
+        ("more parameters", "a parameter with a gradient, of shape (7,)"),
+        ("zero_grad", "lost its gradient within a window"),
+        ("clip inside", "was changed within a window"),
+        ("step inside", "was itself changed within a window"),
+        ("inner left", "before all batches of the window"),
+        ("constant", "does not depend on any parameter"),
+        ("number", "give the tensor that the loss function returned"),
+        ("no tokens", "with tokens=0"),
     ],
 )
 def test_wrong_use_is_an_error_on_every_rank(kind, text, where, pool: Ranks):
@@ -556,8 +655,20 @@ def _refused(kind: str) -> tuple[str, str]:
                 comm.close()
         elif kind == "differ":
             Accumulation(net, 2 + dist.get_rank() % 2, timeout_s=10)
+        elif kind == "differ in DDP":
+            Accumulation(DistributedDataParallel(net), 2 + dist.get_rank() % 2, timeout_s=10)
+        elif kind == "zero on one":
+            Accumulation(DistributedDataParallel(net), int(dist.get_rank() != 1), timeout_s=10)
         elif kind == "method":
             Accumulation(net, 2, method="rong", timeout_s=10)
+        elif kind == "scaler":
+            Accumulation(net, 2, scaler=1024.0, timeout_s=10)
+        elif kind == "sparse":
+            Accumulation(nn.Embedding(9, 2, sparse=True), 2, timeout_s=10)
+        elif kind == "complex":
+            Accumulation(net.to(torch.complex64), 2, timeout_s=10)
+        elif kind == "no module":
+            Accumulation(net.forward, 2, timeout_s=10)  # type: ignore[arg-type]
     except TaciturnError as error:
         return type(error).__name__, str(error)
     return "none", ""
@@ -571,12 +682,116 @@ def _refused(kind: str) -> tuple[str, str]:
         ("frozen", "no parameter of this module requires a gradient"),
         ("twice", "attached to this model already"),
         ("differ", "in microbatches: 2 on rank 0, 3 on rank 1"),
+        ("differ in DDP", "in microbatches: 2 on rank 0, 3 on rank 1"),
+        ("zero on one", "microbatches=0"),
         ("method", "rong"),
+        ("scaler", "scaler=1024.0"),
+        ("sparse", "has sparse gradients"),
+        ("complex", "complex64"),
+        ("no module", "a torch.nn.Module is needed"),
     ],
 )
 def test_what_cannot_work_is_refused(kind, text, pool: Ranks):
     """At construction, on every rank alike."""
     assert all(text in said for _, said in pool.run(_refused, kind))
+
+
+def _leaves(how: str, kind: str, after: int) -> tuple[str, str]:
+    """Rank 1 leaves its loop after some windows, and stays, ends, or begins a new one."""
+    accumulate = Accumulation(build(kind, net64()), 2, timeout_s=3)
+    optimizer = torch.optim.SGD(accumulate.model.parameters(), lr=0.1)
+    batches = loader([[3] * 10] * 4, dist.get_rank())
+    leaves = dist.get_rank() == 1
+    try:
+        for number, window in enumerate(accumulate.windows(batches), 1):
+            for item in window:
+                with window.microbatch(tokens=int(item[1].sum())):
+                    window.backward(loss_sum(accumulate.model, item))
+            window.step(optimizer)
+            if leaves and number == after:
+                break
+        if leaves and how == "ends":
+            os._exit(0)
+        if how == "begins anew":
+            run(accumulate, batches, optimizer)
+    except TaciturnError as error:
+        return type(error).__name__, str(error)
+    finally:
+        close(accumulate)
+    return "none", ""
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "after"),
+    [
+        ("stays", "ddp", 1),
+        ("stays", "buffers", 3),
+        ("stays", "unused", 3),
+        ("stays", "plain", 2),
+        ("ends", "ddp", 1),
+        ("begins anew", "ddp", 1),
+        ("begins anew", "buffers", 3),
+    ],
+)
+def test_a_rank_that_leaves_the_loop_is_named(how, kind, after, new_ranks):
+    """Also where DDP itself would wait: for its buckets, its buffers, the parameters used."""
+    outcomes = new_ranks(2).outcomes(_leaves, how, kind, after, timeout_s=40, lost=[1])
+    assert outcomes[0].ended
+    if how == "begins anew":
+        assert outcomes[0].result[0] == "MismatchError"
+        assert "rank 0, the start of windows(...) on rank 1" in outcomes[0].result[1]
+    else:
+        assert outcomes[0].result[0] == "PeerError"
+        assert "rank 1" in outcomes[0].result[1]
+
+
+def _ends_at_once(kind: str) -> str:
+    accumulate = Accumulation(build(kind, net64()), 2, timeout_s=30)
+    optimizer = torch.optim.SGD(accumulate.model.parameters(), lr=0.1)
+    rank = dist.get_rank()
+    try:
+        for window in accumulate.windows(loader([[3, 4]] * 2, rank)):
+            for number, item in enumerate(window):
+                with window.microbatch(tokens=-1 if rank and number else 3):
+                    window.backward(loss_sum(accumulate.model, item))
+            window.step(optimizer)
+    except InputError:
+        os._exit(1)
+    except (PeerError, MismatchError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("kind", ["ddp", "plain"])
+def test_a_rank_that_fails_and_ends_has_told_why(kind, new_ranks):
+    """The others hear the reason, though the process is gone as soon as its error is raised."""
+    outcomes = new_ranks(2).outcomes(_ends_at_once, kind, timeout_s=40, lost=[1])
+    assert "tokens=-1" in outcomes[0].result
+
+
+@given(st.lists(st.sampled_from(["a", "b", "clip_norm=1.0", ""]), min_size=1, max_size=6))
+def test_sums_over_ranks_tell_whether_all_gave_the_same(texts):
+    """Exactly then, whatever the texts, from four sums."""
+    sums = [sum(column) for column in zip(*map(moments, texts), strict=True)]
+    assert alike(sums, len(texts)) == (len(set(texts)) == 1)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text"),
+    [
+        (-1, "from 0 to"),
+        (2.5, "a float is none"),
+        (3.0, "a float is none"),
+        (2**62, f"from 0 to {2**40}"),
+        (True, "tokens=True"),
+        (None, "tokens=None"),
+        (torch.tensor([1, 2]), "tokens=tensor"),
+    ],
+)
+def test_what_is_no_count_is_refused(tokens, text):
+    """By value, saying what would be one."""
+    with pytest.raises(InputError, match=text):
+        _count(tokens)
 
 
 def test_batch_normalisation_is_warned_of():
@@ -587,7 +802,7 @@ def test_batch_normalisation_is_warned_of():
 
 def test_lookahead_gives_every_item_once():
     """Asking whether there is more neither loses nor repeats anything."""
-    items = _Lookahead(range(3))
+    items = Lookahead(range(3))
     found = []
     while items.ready and items.ready:
         found.append(items.take())

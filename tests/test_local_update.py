@@ -21,6 +21,7 @@ from taciturn import DiLoCo, LocalSGD
 from taciturn.aggregators import PowerSGD
 from taciturn.errors import InputError, PeerError, TaciturnError
 from taciturn.local_update import nesterov
+from taciturn.local_update.companions import Companions
 from taciturn.local_update.fragment import split
 
 Outer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
@@ -365,6 +366,102 @@ def test_a_round_that_is_not_finite_is_taken_back(pool: Ranks):
     assert pool.run(_not_finite) == [(True, 1, True)] * 4
 
 
+class Running(nn.Module):
+    """A layer whose buffer follows its inputs, as running statistics do, and one after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(6, 8).double(), nn.Linear(8, 6).double()
+        self.register_buffer("running", torch.zeros(6, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.running.lerp_(x.detach().mean(0), 0.1)
+        result: torch.Tensor = self.b(torch.tanh(self.a(x)))
+        return result
+
+
+def _bad_batch(options: dict[str, Any]) -> tuple[int, list[bool], torch.Tensor, bool]:
+    """Train with one batch of one rank that is not finite."""
+    net = Running()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    rank = dist.get_rank()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with DiLoCo(net, optimizer, steps=4, timeout_s=20, **options) as made:
+            for step in range(16):
+                x = batch(rank, step)
+                if step == 5 and rank == 2:
+                    x = x * math.nan
+                optimizer.zero_grad()
+                net(x).pow(2).mean().backward()
+                optimizer.step()
+            start = made.anchor_state_dict()
+    metrics = made.metrics()
+    assert metrics is not None
+    state = [bool(v.isfinite().all()) for s in optimizer.state.values() for v in s.values()]
+    moved = any(not torch.equal(start[n], p) for n, p in Running().named_parameters())
+    return metrics.skipped, [*state, bool(net.running.isfinite().all())], flat(net), moved
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"optimizer_state": "average"},
+        {"buffers": "keep"},
+        {"fragments": 4},
+        {"fragments": 2, "overlap_steps": 1},
+    ],
+)
+def test_one_bad_batch_costs_one_round(options, pool: Ranks):
+    """NaN in one batch of one rank: optimizer state, buffers and all else are finite again."""
+    results = pool.run(_bad_batch, options)
+    for skipped, finite, weights, moved in results:
+        assert skipped == 1
+        assert all(finite)
+        assert torch.equal(weights, results[0][2])
+        assert weights.isfinite().all()
+        assert moved
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.9),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "Adadelta": lambda p: torch.optim.Adadelta(p, lr=0.1),
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=0.1),
+    "RAdam": lambda p: torch.optim.RAdam(p, lr=0.1),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_that_is_not_finite_begins_anew(name):
+    """After a NaN gradient the optimizer steps on as a new one would; other state is left alone."""
+    nets = [nn.Linear(3, 2), nn.Linear(3, 2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    used, new = (OPTIMIZERS[name](net.parameters()) for net in nets)
+    transport: Any = None
+    companions = Companions(nets[0], used, "keep", "keep", transport)
+    start = {n: p.detach().clone() for n, p in nets[0].named_parameters()}
+    for scale in (1.0, math.nan):
+        nets[0].weight.grad = torch.full((2, 3), scale)
+        nets[0].bias.grad = torch.ones(2)
+        used.step()
+    bias = {k: v.clone() for k, v in used.state[nets[0].bias].items()}
+    with torch.no_grad():
+        nets[0].load_state_dict(start)
+        companions.restart()
+    assert all(torch.equal(v, used.state[nets[0].bias][k]) for k, v in bias.items())
+    for net, optimizer in zip(nets, (used, new), strict=True):
+        net.weight.grad, net.bias.grad = torch.full((2, 3), 0.5), None
+        optimizer.step()
+    assert torch.equal(nets[0].weight, nets[1].weight)
+
+
 # -- resume
 
 
@@ -471,6 +568,28 @@ def test_a_rank_lost_in_a_round_leaves_the_others_a_start(new_ranks, tmp_path):
 # -- bad input
 
 
+OUTERS: dict[str, Callable[[list[torch.Tensor]], Any]] = {
+    "outer none": lambda _: None,
+    "outer closure": torch.optim.LBFGS,
+    "outer of others": lambda _: torch.optim.SGD([torch.ones(2)], lr=1.0),
+    "outer rate": lambda anchor: torch.optim.SGD(anchor, lr=1.0 - 0.5 * (dist.get_rank() == 1)),
+    "outer kind": lambda anchor: (torch.optim.Adam, torch.optim.SGD)[dist.get_rank() == 1](anchor),
+}
+
+
+DAMAGES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "no anchor": lambda state: state["fragments"][0].pop("anchor"),
+    "anchor of text": lambda state: state["fragments"][1]["anchor"].update({"b.bias": "x"}),
+    "anchor not finite": lambda state: state["fragments"][1]["anchor"]["b.bias"].fill_(math.nan),
+    "fewer fragments": lambda state: state["fragments"].pop(),
+    "no outer": lambda state: state["fragments"][0].update(outer={}),
+    "outer of others' groups": lambda state: state["fragments"][0]["outer"].update(param_groups=[]),
+    "steps of text": lambda state: state.update(steps="4"),
+    "another time": lambda state: state.update(steps=4),
+    "another anchor": lambda state: state["fragments"][0]["anchor"]["a.weight"].add_(1),
+}
+
+
 def _refused(kind: str) -> tuple[str, str]:
     net: nn.Module = Net()
     optimizer: Any = sgd(net)
@@ -502,7 +621,8 @@ def _refused(kind: str) -> tuple[str, str]:
         elif kind == "differ":
             DiLoCo(net, optimizer, steps=4 + (rank == 1), **options)
         elif kind == "weights":
-            with LocalSGD(Net(rank), optimizer, **options):
+            net = Net(rank)
+            with LocalSGD(net, sgd(net), **options):
                 pass
         elif kind == "steps differ":
             with LocalSGD(net, optimizer, steps=3, **options):
@@ -521,6 +641,50 @@ def _refused(kind: str) -> tuple[str, str]:
                     if rank == 1 and step == 2:
                         raise OSError("disk on fire")
                     step_once(net, optimizer, rank, step)
+        elif kind in OUTERS:
+            DiLoCo(net, optimizer, outer=OUTERS[kind], **options)
+        elif kind == "policies":
+            LocalSGD(net, optimizer, buffers="keep" if rank == 1 else "average", **options)
+        elif kind == "other optimizer":
+            LocalSGD(net, sgd(Net()) if rank == 1 else optimizer, **options)
+        elif kind == "more parameters":
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(7))]})
+            LocalSGD(net, optimizer, **options)
+        elif kind == "no block":
+            LocalSGD(net, optimizer, **options).synchronize()
+        elif kind in ("two blocks", "one optimizer"):
+            both = nn.ModuleList([net, Net(1)]) if kind == "one optimizer" else net
+            with LocalSGD(net, optimizer, **options), DiLoCo(both, optimizer, **options):
+                pass
+        elif kind in ("replaced", "added", "added to the optimizer"):
+            with LocalSGD(net, optimizer, steps=2, **options):
+                step_once(net, optimizer, rank, 0)
+                if rank == 1 and kind == "replaced":
+                    net.unused = nn.Parameter(torch.ones(5).double())
+                elif rank == 1 and kind == "added":
+                    net.more = nn.Parameter(torch.ones(5).double())
+                elif rank == 1:
+                    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(7))]})
+                step_once(net, optimizer, rank, 1)
+        elif kind in ("leaves after a round", "leaves before the first"):
+            with LocalSGD(net, optimizer, steps=3, **options):
+                for step in range(6 if rank != 1 else 3 * (kind == "leaves after a round")):
+                    step_once(net, optimizer, rank, step)
+        elif kind == "stops":
+            with LocalSGD(net, optimizer, steps=3, **options):
+                for step in range(6):
+                    if rank == 1 and step == 4:
+                        break
+                    step_once(net, optimizer, rank, step)
+        elif kind == "loaded in the loop":
+            with LocalSGD(net, optimizer, **options) as local:
+                local.load_state_dict(local.state_dict())
+        elif kind in DAMAGES:
+            made = DiLoCo(net, optimizer, steps=4, fragments=2, **options)
+            state = made.state_dict()
+            if rank == 1:
+                DAMAGES[kind](state)
+            DiLoCo(net, optimizer, steps=4, fragments=2, **options).load_state_dict(state)
         elif kind == "twice":
             made = LocalSGD(net, optimizer, **options)
             with made:
@@ -575,6 +739,31 @@ def _refused(kind: str) -> tuple[str, str]:
         ("no state", "no state of a DiLoCo"),
         ("other kind", "of a DiLoCo, not of a LocalSGD"),
         ("not finite", "not finite"),
+        ("outer none", "outer(...)=None"),
+        ("outer closure", "LBFGS evaluates the loss several times"),
+        ("outer of others", "an optimizer of other tensors"),
+        ("outer rate", "the outer optimizer's lr: 1.0 on rank 0, 0.5 on rank 1"),
+        ("outer kind", "the outer optimizer: Adam on rank 0, SGD on rank 1"),
+        ("policies", "in buffers: average on rank 0, keep on rank 1"),
+        ("other optimizer", "holds none of this module's parameters"),
+        ("more parameters", "of shape (7,) that is not the model's"),
+        ("no block", "synchronize() outside the with block"),
+        ("two blocks", "within another with block"),
+        ("one optimizer", "optimizer is within another with block"),
+        ("replaced", "'unused' was replaced"),
+        ("added", "'more' was added"),
+        ("added to the optimizer", "of shape (7,) that is not the model's"),
+        ("leaves after a round", "3, its last on rank 1"),
+        ("leaves before the first", "0, its last on rank 1"),
+        ("stops", "4, its last on rank 1"),
+        ("loaded in the loop", "before the with block"),
+        *((kind, "this state is damaged") for kind in ("no anchor", "anchor of text", "no outer")),
+        ("fewer fragments", "this state is damaged"),
+        ("anchor not finite", "'b.bias' is not finite"),
+        ("outer of others' groups", "the state of the outer optimizer"),
+        ("steps of text", "steps='4'"),
+        ("another time", "in steps: 0 on rank 0, 4 on rank 1"),
+        ("another anchor", "in the anchor of fragment 0"),
     ],
 )
 def test_wrong_use_is_an_error_on_every_rank(kind, text, pool: Ranks):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from taciturn.aggregators import Aggregator, Cast, Mean, PowerSGD, TopK
     from taciturn.collectives import Backend, CodedRing, Collective, Direct, QuantizedRing, Ring
     from taciturn.error_feedback import ErrorFeedback
+    from taciturn.errors import InputError, MismatchError, PeerError, TaciturnError
     from taciturn.local_update import DiLoCo, LocalSGD
     from taciturn.methods import aggregator, build
     from taciturn.testbed import Testbed
@@ -31,11 +32,15 @@ __all__ = [
     "Direct",
     "DistributedTransport",
     "ErrorFeedback",
+    "InputError",
     "LocalSGD",
     "Mean",
+    "MismatchError",
+    "PeerError",
     "PowerSGD",
     "QuantizedRing",
     "Ring",
+    "TaciturnError",
     "Testbed",
     "TopK",
     "Transport",
@@ -61,7 +66,11 @@ __getattr__ = lazily(
         "DiLoCo": "local_update",
         "Direct": "collectives",
         "DistributedTransport": "transport",
+        "InputError": "errors",
         "LocalSGD": "local_update",
+        "MismatchError": "errors",
+        "PeerError": "errors",
+        "TaciturnError": "errors",
         "QuantizedRing": "collectives",
         "Ring": "collectives",
         "Testbed": "testbed",

@@ -41,6 +41,7 @@ from taciturn.exchange import (
     all_finite,
     backward_order,
 )
+from taciturn.gradients import check_gradients
 from taciturn.ledger import LedgerCounts
 from taciturn.methods import as_aggregator
 from taciturn.plan.pick import AUTO, Picked, pick
@@ -68,6 +69,9 @@ _FIRST_RESYNC, _LEAST_RESYNC, _MOST_RESYNC = 50, 10, 1000
 
 _SPREAD_BUDGET = 0.02
 """Spread of the parameters that replicas may reach, relative to the parameters' rms."""
+
+_TELL_S = 3.0
+"""Longest wait until the others are told of an error: as long as they wait for reports."""
 
 _attached: WeakSet[Aggregator | Collective] = WeakSet()
 """What holds state and is in use by some module."""
@@ -216,28 +220,13 @@ def _check_model(
             "to that one's parameters; make one for each"
         )
     trained = _trained(model)
-    if not trained:
-        raise InputError("no parameter of this module requires a gradient: nothing to average")
     if optimizer is not None:
         steps = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if not any(id(parameter) in steps for parameter in trained.values()):
             raise InputError(
                 "optimizer= holds none of this module's parameters: give the one that steps them"
             )
-    for name, module in model.module.named_modules():
-        if getattr(module, "sparse", False) and any(
-            p.requires_grad for p in module.parameters(recurse=False)
-        ):
-            raise InputError(
-                f"module {name or 'itself'!r} has sparse gradients, which no method here "
-                "exchanges: build it with sparse=False"
-            )
-    for name, parameter in trained.items():
-        if not parameter.dtype.is_floating_point:
-            raise InputError(
-                f"parameter {name!r} is {parameter.dtype}: only real floating-point gradients are "
-                "exchanged; view complex parameters as real ones"
-            )
+    check_gradients(model.module, trained)
 
 
 def _parts(whole: Aggregator | Collective) -> Iterator[Aggregator | Collective]:
@@ -318,6 +307,7 @@ class Communicator:
         self._jobs: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
+        self._told = threading.Event()
         _attached.update(_parts(self.aggregator))
         if self.transport.size > 1:
             threads = torch.get_num_threads()  # a new thread would take all cores
@@ -537,6 +527,7 @@ class Communicator:
             with suppress(Exception):
                 self.transport.fail(error)
         self._error = error
+        self._told.set()
         self._idle.set()
         while True:
             for bucket in buckets:
@@ -597,8 +588,10 @@ class Communicator:
 
     def fail(self, error: Exception) -> NoReturn:
         """End this and all later steps with ``error``, here and on every rank that waits."""
-        if self.transport.size > 1:
+        if self.transport.size > 1 and not self._closed:
             self._jobs.put(("error", error))
+            # The process may end next, and with it the thread that is to tell the others.
+            self._told.wait(min(self.transport.timeout_s, _TELL_S))
         raise error
 
     def consolidate(self) -> None:
@@ -686,7 +679,7 @@ class Communicator:
         Its state can still be saved; the module cannot train on, but can be wrapped again.
         """
         if self.transport.size > 1 and not self._closed:
-            with suppress(PeerError, MismatchError):
+            with suppress(Exception):  # it was raised in the loop, if there was one
                 self.wait()
             self._closed = True
             self._error = self._error or PeerError(

@@ -37,7 +37,8 @@ def check_whole(
     """
     whole = isinstance(value, int) and not isinstance(value, bool)
     if not (whole and least <= value <= most):  # type: ignore[operator]
-        reach = f"from {least} on" if most == LARGEST_WHOLE else f"from {least} to {most}"
+        unlimited = most == LARGEST_WHOLE and not (whole and value > most)  # type: ignore[operator]
+        reach = f"from {least} on" if unlimited else f"from {least} to {most}"
         raise error(f"{name}={_shown(value)}: give a whole number {reach}{hint and f'; {hint}'}")
 
 

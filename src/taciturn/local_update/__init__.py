@@ -17,9 +17,10 @@ Averaging parameters is not centralised descent: the ranks drift apart within a 
 
 from __future__ import annotations
 
+from taciturn.local_update.companions import Buffers, OptimizerState
 from taciturn.local_update.diloco import DiLoCo, nesterov
 from taciturn.local_update.local_sgd import LocalSGD
-from taciturn.local_update.rounds import Buffers, OptimizerState, Period, RoundMetrics
+from taciturn.local_update.rounds import Period, RoundMetrics
 
 __all__ = [
     "Buffers",

@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from taciturn.aggregators.base import Aggregator
 from taciturn.collectives.base import Collective
-from taciturn.local_update.rounds import Buffers, LocalUpdate, OptimizerState, Period
+from taciturn.local_update.companions import Buffers, OptimizerState
+from taciturn.local_update.rounds import LocalUpdate, Period
 
 __all__ = ["DiLoCo", "nesterov"]
 
@@ -37,9 +38,11 @@ class DiLoCo(LocalUpdate):
         model, optimizer, warmup_steps, optimizer_state, buffers, process_group, timeout_s: as of
             :class:`LocalSGD`.
         steps: H, inner steps of a round.
-        outer: makes the outer optimizer of a list of tensors; :func:`nesterov` if left out.
+        outer: makes the outer optimizer of a list of tensors, alike on every rank, such as
+            ``lambda anchor: torch.optim.SGD(anchor, lr=0.7)``; :func:`nesterov` if left out.
         fragments: parts of the parameters, of about equal size, exchanged one after the other
-            within a round. More: smaller peaks on the link.
+            within a round of H steps, part f of F after step round(H f / F). More: smaller peaks on
+            the link.
         overlap_steps: inner steps in which an exchange goes on; 0: the loop waits for it.
         mixing: share of its own parameters that a rank keeps when a late average comes, of
             overlapped exchanges; 0.5 if None, the paper's.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from concurrent.futures import Future
 from copy import deepcopy
@@ -12,6 +13,7 @@ import torch
 
 from taciturn.errors import InputError
 from taciturn.exchange import Exchange
+from taciturn.ranges import check_whole
 
 __all__ = ["Fragment", "Outcome", "split", "wide"]
 
@@ -79,8 +81,41 @@ class Fragment:
                     f"{name!r} has shape {tuple(saved['anchor'][name].shape)} in this state, "
                     f"and {tuple(anchor.shape)} here: it belongs to another model"
                 )
+            if not saved["anchor"][name].isfinite().all():
+                raise InputError(f"{name!r} is not finite in this state: take an older one")
+        outer = type(self.outer).__name__
+        groups = [len(group["params"]) for group in saved["outer"]["param_groups"]]
+        if groups != [len(group["params"]) for group in self.outer.param_groups]:
+            raise InputError(f"the state of the outer optimizer is not that of a {outer} here")
+        for place, state in saved["outer"]["state"].items():
+            anchor = list(self.anchor.values())[place]
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and value.shape not in ((), anchor.shape):
+                    raise InputError(
+                        f"{key!r} of the outer optimizer has shape {tuple(value.shape)} in this "
+                        f"state, and {tuple(anchor.shape)} is needed: it is damaged"
+                    )
+        check_whole("since", saved["since"], 0, hint="this state is damaged")
+        if saved["pending"] is not None:
+            Outcome(**saved["pending"]["outcome"])
+            check_whole("due", saved["pending"]["due"], 0, hint="this state is damaged")
+            shapes = {name: delta.shape for name, delta in self.delta.items()}
+            if {name: d.shape for name, d in saved["pending"]["delta"].items()} != shapes:
+                raise InputError(
+                    "the average under way in this state is damaged: take an older one"
+                )
         if self.exchange is not None and saved["exchange"] is not None:
             self.exchange.check_state(saved["exchange"])
+
+    def digest(self, saved: dict[str, Any]) -> str:
+        """Return a checksum of what a state holds of it and is the same on every rank."""
+        crc = 0
+        tensors = [saved["anchor"][name] for name in self.anchor]
+        for state in saved["outer"]["state"].values():
+            tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+        for tensor in tensors:
+            crc = zlib.crc32(tensor.detach().cpu().contiguous().numpy().tobytes(), crc)
+        return f"{crc:08x}"
 
     def load_state_dict(self, saved: dict[str, Any], *, anew: bool) -> None:
         """Restore what :meth:`state_dict` returned; ``anew``: from the anchor, without its rest."""

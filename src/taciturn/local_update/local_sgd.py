@@ -7,7 +7,8 @@ import torch.distributed as dist
 
 from taciturn.aggregators.base import Aggregator
 from taciturn.collectives.base import Collective
-from taciturn.local_update.rounds import Buffers, LocalUpdate, OptimizerState, Period
+from taciturn.local_update.companions import Buffers, OptimizerState
+from taciturn.local_update.rounds import LocalUpdate, Period
 
 __all__ = ["LocalSGD"]
 
@@ -28,7 +29,8 @@ class LocalSGD(LocalUpdate):
     Args:
         model: a plain module, equal on all ranks. All its parameters are averaged, whatever their
             ``.grad`` is, frozen ones too.
-        optimizer: whose steps are counted; every rank has to make as many.
+        optimizer: whose steps are counted; every rank has to make as many. It steps parameters of
+            ``model`` and no others.
         steps: H, local steps of a round, or a function of the round's number for a period that
             grows. More: fewer exchanges, more drift.
         warmup_steps: first steps, after each of which is averaged.

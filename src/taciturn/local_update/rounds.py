@@ -10,34 +10,34 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, Self, get_args
+from typing import Any, Self, get_args
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
-from taciturn.aggregators import Mean
 from taciturn.aggregators.base import Aggregator
 from taciturn.collectives.base import Collective
-from taciturn.collectives.ring import Ring
 from taciturn.error_feedback import ErrorFeedback
-from taciturn.errors import InputError, MismatchError, PeerError
+from taciturn.errors import InputError, MismatchError, PeerError, TaciturnError
 from taciturn.exchange import Exchange, agree
+from taciturn.local_update.companions import Buffers, Companions, OptimizerState
 from taciturn.local_update.fragment import Fragment, Outcome, split, wide
+from taciturn.local_update.trainee import Trainee
 from taciturn.methods import as_aggregator
-from taciturn.optimizers import check_optimizer
-from taciturn.ranges import check_whole
+from taciturn.optimizers import check_optimizer, hyperparameters, parameters_of
+from taciturn.ranges import check_number, check_whole
 from taciturn.replicas import check_replicas
 from taciturn.transport import DistributedTransport
 
-__all__ = ["Buffers", "LocalUpdate", "OptimizerState", "Period", "RoundMetrics"]
+__all__ = ["LocalUpdate", "Period", "RoundMetrics"]
 
-Buffers = Literal["average", "rank 0", "keep"]
-OptimizerState = Literal["keep", "average"]
 Period = int | Callable[[int], int]
 """Local steps of a round; or a function of the round's number, from 0, for a growing period."""
 
 _VERSION = 1
+
+_COUNTS = ("steps", "round", "round_start", "exchanges", "skipped")
+"""In a state, and the same on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class RoundMetrics:
     residual_norm: float
     skipped: int
     """Exchanges so far whose average was not finite, after which all ranks went back to the
-    anchor."""
+    anchor, and a rank's optimizer state that was not finite began anew."""
 
 
 class LocalUpdate:
@@ -98,22 +98,28 @@ class LocalUpdate:
         self._transport: DistributedTransport | None = None
         self._steps = self._round = self._round_start = self._exchanges = self._skipped = 0
         self._metrics: RoundMetrics | None = None
-        self._entered = False
+        self._entered = self._active = False
+        self._companions: Companions | None = None
+        self._told: InputError | None = None
         self._worker: ThreadPoolExecutor | None = None
         if dist.is_available() and dist.is_initialized():
             transport = DistributedTransport(process_group, timeout_s)
             if transport.size > 1:
                 self._transport = transport
+                self._companions = Companions(model, optimizer, buffers, optimizer_state, transport)
             else:
                 transport.close()
         problem: Exception | None = None
         items: dict[str, str] = {}
         try:
+            self._trainee = Trainee(model, optimizer)
             self._check(fragments)
             self._fragments = self._cut(fragments, outer, method)
             items = {"steps": repr(steps) if isinstance(steps, int) else "a function"}
             items |= {"fragments": str(fragments), "overlap_steps": str(overlap_steps)}
             items |= {"warmup_steps": str(warmup_steps), "mixing": str(mixing)}
+            items |= {"buffers": buffers, "optimizer_state": optimizer_state}
+            items |= hyperparameters(self._fragments[0].outer, "the outer optimizer")
             for fragment in self._fragments:
                 if fragment.exchange is not None:
                     prefix = f"fragment {fragment.index}, "
@@ -126,12 +132,6 @@ class LocalUpdate:
             raise problem
 
     def _check(self, fragments: int) -> None:
-        check_optimizer(self.optimizer)
-        if isinstance(self.model, DistributedDataParallel):
-            raise InputError(
-                "a DistributedDataParallel module averages in every step already: give the module "
-                "inside it"
-            )
         if not callable(self._period):
             check_whole("steps", self._period, 1)
         check_whole("fragments", fragments, 1)
@@ -142,7 +142,8 @@ class LocalUpdate:
                 f"overlap_steps={self._overlap} with steps={self._period}: an exchange has to end "
                 "before the next one of its parameters begins"
             )
-        if not 0 <= self._mixing < 1:
+        check_number("mixing", self._mixing, 0, hint="a share, below 1")
+        if not self._mixing < 1:
             raise InputError(f"mixing={self._mixing!r}: give a share from 0 on and below 1")
         if self._buffers not in get_args(Buffers):
             raise InputError(f"buffers={self._buffers!r}: choose {', '.join(get_args(Buffers))}")
@@ -151,12 +152,6 @@ class LocalUpdate:
                 f"optimizer_state={self._optimizer_state!r}: choose "
                 f"{', '.join(get_args(OptimizerState))}"
             )
-        for name, parameter in self.model.named_parameters():
-            if not parameter.dtype.is_floating_point or parameter.layout != torch.strided:
-                raise InputError(
-                    f"parameter {name!r} is {parameter.dtype}, {parameter.layout}: only dense real "
-                    "ones can be averaged"
-                )
 
     def _cut(
         self,
@@ -176,6 +171,12 @@ class LocalUpdate:
                 own = method if count == 1 else deepcopy(method)  # state belongs to parameters
                 exchange = Exchange(list(anchor.items()), as_aggregator(own), self._transport)
             optimizer = outer(list(anchor.values()))
+            check_optimizer(optimizer, "outer(...)")
+            if {*map(id, parameters_of(optimizer))} != {*map(id, anchor.values())}:
+                raise InputError(
+                    "outer(...) made an optimizer of other tensors than the list that it was "
+                    "given: write it as outer=lambda anchor: torch.optim.SGD(anchor, lr=0.7)"
+                )
             counted = exchange is not None and exchange.counted
             delta = {n: torch.zeros_like(a) for n, a in anchor.items()} if exchange else {}
             fragments.append(
@@ -186,18 +187,31 @@ class LocalUpdate:
     # -- around the loop
 
     def __enter__(self) -> Self:
+        name = type(self).__name__
         if self._entered:
-            raise InputError(f"this {type(self).__name__} was used already: make a new one")
+            raise InputError(
+                f"this {name} was used already, and serves one with block: put all epochs into "
+                "it, or make a new one"
+            )
+        problem = self._problem(begins=True)
+        if self._transport is not None:
+            agree(self._transport, {}, problem, f"beginning {name}")
+        elif problem is not None:
+            raise problem
         self._entered = True
         if self._transport is not None:
+            assert self._companions is not None
             if self._steps == 0:
                 check_replicas(self.model, self._transport).raise_if_different()
+            self._companions.keep()
             if self._overlap:
                 threads = torch.get_num_threads()
                 self._worker = ThreadPoolExecutor(
                     1, "taciturn-local", lambda: torch.set_num_threads(threads)
                 )
         self._handle = self.optimizer.register_step_post_hook(self._after_step)
+        self._trainee.claim()
+        self._active = True
         return self
 
     def __exit__(
@@ -210,12 +224,16 @@ class LocalUpdate:
         try:
             if error is None:
                 self.synchronize()
-            elif self._transport is not None and not isinstance(error, PeerError | MismatchError):
+            elif self._transport is not None and not (
+                isinstance(error, PeerError | MismatchError) or error is self._told
+            ):
                 with suppress(Exception):
                     self._transport.fail(
                         error if isinstance(error, Exception) else RuntimeError(repr(error))
                     )
         finally:
+            self._active = False
+            self._trainee.release()
             if self._worker is not None:
                 self._worker.shutdown()
             if self._transport is not None:
@@ -225,7 +243,16 @@ class LocalUpdate:
         """Exchange all that was not yet, so that all replicas are equal. Call it on every rank.
 
         The end of the ``with`` block does it.
+
+        Raises:
+            InputError: outside the ``with`` block, where no step is counted.
+            MismatchError: another rank is at another step.
         """
+        if not self._active:
+            raise InputError(
+                "synchronize() outside the with block, in which alone steps are counted: write "
+                f"with taciturn.{type(self).__name__}(...): around the loop"
+            )
         with torch.no_grad():
             for fragment in self._fragments:
                 if fragment.pending is not None:
@@ -235,6 +262,20 @@ class LocalUpdate:
                     self._begin(fragment, last=True)
                     self._apply(fragment, 0.0)
                 self._end_round()
+            elif self._transport is not None:
+                # Another rank may be in the midst of a round.
+                agree(self._transport, self._where(last=True), self._problem(), "the round")
+
+    def _problem(self, begins: bool = False) -> Exception | None:
+        """Return what is wrong with model and optimizer on this rank, for all to hear of."""
+        self._told = None
+        try:
+            if begins:
+                self._trainee.check_free()
+            self._trainee.check()
+        except InputError as error:
+            self._told = error
+        return self._told
 
     def _after_step(self, _optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         if self._transport is None:
@@ -270,10 +311,15 @@ class LocalUpdate:
     def _end_round(self) -> None:
         self._round += self._round_start >= self._warmup
         self._round_start = self._steps
-        if self._transport is not None:
-            self._average_buffers()
-            if self._optimizer_state == "average":
-                self._average_optimizer()
+        if self._companions is not None:
+            if self._companions.exchanged:
+                self._drain()
+                self._companions.exchange()
+            self._companions.keep()
+
+    def _where(self, last: bool) -> dict[str, str]:
+        """Return where in the loop this rank is; all exchange at the same place."""
+        return {"the local steps when it exchanges": f"{self._steps}{', its last' * last}"}
 
     # -- one exchange
 
@@ -287,19 +333,24 @@ class LocalUpdate:
             torch.sub(fragment.anchor[name], parameter, out=fragment.delta[name])
         fragment.since = 0
         fragment.due = self._steps + self._overlap
+        where, problem = self._where(last), self._problem()
         fragment.hidden = self._worker is not None and not last
         if self._worker is not None and not last:
-            fragment.pending = self._worker.submit(self._average, fragment, self._steps, last)
+            fragment.pending = self._worker.submit(self._average, fragment, where, problem)
         else:
-            outcome = self._average(fragment, self._steps, last)
+            outcome = self._average(fragment, where, problem)
             fragment.pending = Future()
             fragment.pending.set_result(outcome)
 
-    def _average(self, fragment: Fragment, steps: int, last: bool) -> Outcome:
+    def _average(
+        self, fragment: Fragment, where: dict[str, str], problem: Exception | None
+    ) -> Outcome:
         """Average a fragment's pseudo-gradient over ranks, and measure the drift."""
         assert fragment.exchange is not None
         transport = fragment.exchange.transport
         start, before = time.perf_counter(), transport.ledger.snapshot()
+        # A rank whose scaler skipped a step, or whose data ended, is at another step.
+        agree(transport, where, problem, "the round")
         own = [delta.clone() for delta in fragment.delta.values()]
         with torch.no_grad():
             finite = fragment.exchange.run(fragment.delta)
@@ -307,16 +358,11 @@ class LocalUpdate:
         own_square, square, dot = _products(own, list(fragment.delta.values()))
         lengths = (own_square * square) ** 0.5
         cosine = dot / lengths if lengths > 0 else 1.0
-        place = 2 * steps + last
-        numbers = torch.tensor([own_square, cosine, place, place**2], dtype=torch.float64)
+        numbers = torch.tensor([own_square, cosine], dtype=torch.float64)
         numbers = numbers.to(transport.header_device)
         # In one call of the backend: rounds of our own each wait for cores that others compute on.
         transport.start_all_reduce(numbers)()
-        squares, cosines, places, place_squares = numbers.tolist()
-        if transport.size * place_squares != places**2:
-            # A rank whose scaler skipped a step, or whose data ended, is at another step.
-            where = {"the local steps when it exchanges": f"{steps}{', its last' * last}"}
-            agree(transport, where, None, "the round")
+        squares, cosines = numbers.tolist()
         # mean |d_i - d|^2 = mean |d_i|^2 - |d|^2
         apart = max(squares / transport.size - square, 0.0)
         return Outcome(
@@ -343,13 +389,8 @@ class LocalUpdate:
             for anchor in fragment.anchor.values():
                 anchor.grad = None
         else:
-            self._skipped += 1
             mixing = 0.0
-            warnings.warn(
-                f"after {self._steps} local steps some rank's parameters were not finite: all "
-                "ranks went back to where this round began",
-                stacklevel=4,
-            )
+            self._lose_round()
         for name, parameter in fragment.parameters.items():
             if mixing:
                 parameter.lerp_(fragment.anchor[name].to(parameter.dtype), 1 - mixing)
@@ -373,46 +414,21 @@ class LocalUpdate:
             skipped=self._skipped,
         )
 
-    # -- what else replicas hold
-
-    def _average_buffers(self) -> None:
-        if self._buffers == "keep":
-            return
-        named = dict(self.model.named_buffers())
-        real = {n: b for n, b in named.items() if b.dtype.is_floating_point}
-        whole = {n: b for n, b in named.items() if n not in real}
-        self._average_exactly(real if self._buffers == "average" else {})
-        self._take_first(whole if self._buffers == "average" else named)
-
-    def _average_exactly(self, named: dict[str, torch.Tensor]) -> None:
-        assert self._transport is not None
-        if named:
-            self._drain()
-            Exchange(list(named.items()), Mean(Ring()), self._transport).run(named)
-
-    def _take_first(self, named: dict[str, torch.Tensor]) -> None:
-        """Give every rank the first one's."""
-        assert self._transport is not None
-        if named:
-            self._drain()
-        for buffer in named.values():
-            if self._transport.rank:
-                buffer.zero_()
-            whole = buffer.to(torch.int64) if buffer.dtype == torch.bool else buffer.contiguous()
-            Ring().all_reduce(whole, self._transport)
-            buffer.copy_(whole)
-
-    def _average_optimizer(self) -> None:
-        """Average the real tensors of the optimizer's state, in the parameters' order."""
-        assert self._transport is not None
-        named = {}
-        for name, parameter in self.model.named_parameters():
-            for key, value in sorted(self.optimizer.state.get(parameter, {}).items()):
-                if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-                    named[f"{name}: {key}"] = value
-        self._drain()
-        agree(self._transport, {"what the optimizer holds": repr(sorted(named))}, None, "the round")
-        self._average_exactly(named)
+    def _lose_round(self) -> None:
+        """Go back to the anchor, on every rank, and with all of it."""
+        assert self._companions is not None
+        self._skipped += 1
+        warnings.warn(
+            f"after {self._steps} local steps some rank's parameters were not finite: all ranks "
+            "went back to where this round began, and optimizer state that was not finite begins "
+            "anew",
+            stacklevel=5,
+        )
+        # Other fragments too: what one of them holds reaches all in the next step.
+        for fragment in self._fragments:
+            for name, parameter in fragment.parameters.items():
+                parameter.copy_(fragment.anchor[name])
+        self._companions.restart()
 
     def _drain(self) -> None:
         """Wait until nothing else uses the transport."""
@@ -474,20 +490,25 @@ class LocalUpdate:
                 back to the anchor, the round begins anew, and residuals are dropped.
 
         Raises:
-            InputError: the state is missing, damaged, or of other settings, ranks or parameters.
-            MismatchError: another rank could not load its own.
+            InputError: the state is missing, damaged, or of other settings, ranks or parameters; or
+                the loop has begun.
+            MismatchError: another rank could not load its own, or has that of another time.
         """
         problem: Exception | None = None
+        items: dict[str, str] = {}
         try:
             self._check_state(state, other_ranks)
+            items = {key.replace("_", " "): str(state[key]) for key in _COUNTS}
+            for fragment, saved in zip(self._fragments, state["fragments"], strict=True):
+                items[f"the anchor of fragment {fragment.index}"] = fragment.digest(saved)
         except Exception as error:
             problem = error
         if self._transport is not None:
-            agree(self._transport, {}, problem, f"loading {type(self).__name__}'s state")
+            agree(self._transport, items, problem, f"loading {type(self).__name__}'s state")
         elif problem is not None:
             raise problem
         changed = state["ranks"] != (self._transport.size if self._transport is not None else 1)
-        for key in ("steps", "round", "round_start", "exchanges", "skipped"):
+        for key in _COUNTS:
             setattr(self, f"_{key}", state[key])
         if changed:
             self._round_start = self._steps
@@ -495,12 +516,15 @@ class LocalUpdate:
             fragment.load_state_dict(saved, anew=changed)
 
     def _check_state(self, state: dict[str, Any], other_ranks: bool) -> None:
-        wanted = {"version", "kind", "settings", "ranks", "steps", "round", "round_start"}
-        wanted |= {"exchanges", "skipped", "fragments"}
+        if self._entered:
+            raise InputError("load the state before the with block, whose steps it goes on from")
+        wanted = {"version", "kind", "settings", "ranks", "fragments", *_COUNTS}
         if not isinstance(state, dict) or wanted - set(state) or state["version"] != _VERSION:
             raise InputError(f"this is no state of a {type(self).__name__}")
         if state["kind"] != type(self).__name__:
             raise InputError(f"this state is of a {state['kind']}, not of a {type(self).__name__}")
+        for key in _COUNTS:
+            check_whole(key, state[key], 0, hint="this state is damaged")
         for key, value in self._settings().items():
             if state["settings"].get(key) != value:
                 raise InputError(
@@ -513,8 +537,15 @@ class LocalUpdate:
                 f"saved with {state['ranks']} ranks and resumed with {ranks}: load it with "
                 "other_ranks=True to begin the round anew from where all ranks last agreed"
             )
-        for fragment, saved in zip(self._fragments, state["fragments"], strict=True):
-            fragment.check_state(saved)
+        try:
+            for fragment, saved in zip(self._fragments, state["fragments"], strict=True):
+                fragment.check_state(saved)
+        except TaciturnError:
+            raise
+        except Exception as error:
+            raise InputError(
+                f"this state is damaged: {type(error).__name__}: {error}; take another one"
+            ) from error
 
 
 def _products(own: list[torch.Tensor], mean: list[torch.Tensor]) -> tuple[float, float, float]:

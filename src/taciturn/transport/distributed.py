@@ -303,11 +303,17 @@ class DistributedTransport(Transport):
             self._store.set(f"report/{self.rank}", json.dumps(report))
         if self._closes_on_timeout and self.size > 1:
             # Gloo closes every connection of a group in which a wait timed out. That is the one way
-            # to wake ranks that wait for this one.
-            peer = (self.rank + 1) % self.size
-            with suppress(RuntimeError):
-                work = self.group.recv([torch.empty(1)], peer, _BREAK_TAG)
-                work.wait(timedelta(milliseconds=1))
+            # to wake ranks that wait for this one. Waiting for a rank that is gone fails at once
+            # and closes nothing, so the next one is tried.
+            for step in range(1, self.size):
+                try:
+                    work = self.group.recv(
+                        [torch.empty(1)], (self.rank + step) % self.size, _BREAK_TAG
+                    )
+                    work.wait(timedelta(milliseconds=1))
+                except RuntimeError as error:
+                    if "Timed out" in str(error):
+                        break
 
     def _settle(self, patient: bool = False) -> TaciturnError:
         """Read the reports until they tell who is to blame; the first verdict is everyone's.
