@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 from collections.abc import Sequence
@@ -276,6 +277,16 @@ def test_two_thinned_ranks_of_128() -> None:
     assert report.ranks == (0, 1)
     assert any("clocks aligned" in note for note in report.notes)
     assert any("not all ranks" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("lost", [0, 5])
+def test_a_lost_collective_of_gloo_moves_no_step(tmp_path: Path, lost: int) -> None:
+    """One event of gloo missing on one rank: every step takes as long as its window still."""
+    whole, broken = (json.loads(gzip.decompress(one.read_bytes())) for one in own("bucketed"))
+    events = broken["traceEvents"]
+    del events[[i for i, e in enumerate(events) if e.get("name") == "gloo:all_reduce"][lost]]
+    for one in made(tmp_path, whole, broken).report.steps:
+        assert one.completed_s == pytest.approx(one.measured_s, rel=0.05)
 
 
 def test_a_file_that_is_cut_says_so(tmp_path: Path) -> None:
