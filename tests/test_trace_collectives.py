@@ -126,7 +126,9 @@ def test_groups_are_told_apart_and_a_nameless_one_is_unknown(tmp_path: Path) -> 
 
 
 def test_work_belongs_to_the_step_that_launched_it(tmp_path: Path) -> None:
-    """A kernel that runs after its step's window, or before its own launch, is that step's."""
+    """A kernel that runs after its step's window, or before its own launch, is that step's; one
+    without a launch is of the step it runs in, or of none if it comes before all launched here.
+    """
     events = [
         step(1, 0, 100),
         step(2, 100, 100),
@@ -134,17 +136,19 @@ def test_work_belongs_to_the_step_that_launched_it(tmp_path: Path) -> None:
         launch(150, 2),
         event("late", 120, 10, correlation=1),
         event("early", 140, 5, correlation=2),
-        event("orphan", 30, 5, correlation=77),
+        event("before", 30, 5, correlation=76),
+        event("orphan", 132, 5, correlation=77),
         event("outside", 300, 5),
     ]
     trace = read(write(tmp_path / "t.json", document(events)))
     steps = steps_of(trace)
     index = step_of_rows(trace, steps)
     by_name = {trace.name(row): int(index[row]) for row in range(len(trace.events))}
-    assert {k: by_name[k] for k in ("late", "early", "orphan", "outside")} == {
+    assert {k: by_name[k] for k in ("late", "early", "before", "orphan", "outside")} == {
         "late": 0,
         "early": 1,
-        "orphan": 0,
+        "before": -1,
+        "orphan": 1,
         "outside": -1,
     }
     launches = launch_rows(trace)
