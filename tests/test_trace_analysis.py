@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 from collections.abc import Sequence
@@ -239,10 +240,160 @@ def test_a_trace_without_steps(tmp_path: Path) -> None:
 
 
 def test_a_profiler_that_slows_the_cpu_is_named(tmp_path: Path) -> None:
-    """Shapes and stacks make a step look bound by the CPU."""
-    content = document([step(1, 0, 100), reduce(10, 5)], record_shapes=1, with_stack=1)
+    """Stacks and memory make a step look bound by the CPU; shapes are what the docs ask for."""
+    content = document([step(1, 0, 100), reduce(10, 5)], record_shapes=1)
+    assert not any("recorded with" in note for note in made(tmp_path, content).report.notes)
+    content |= {"with_stack": 1, "profile_memory": 1}
     report = made(tmp_path, content).report
-    assert any("record_shapes, with_stack" in note for note in report.notes)
+    assert any("recorded with profile_memory, with_stack" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("how", ["cut", "odd times", "unknown name"])
+def test_no_collective_is_no_proof_where_some_may_be_missing(tmp_path: Path, how: str) -> None:
+    """A cut file, dropped events, or a name that sounds like one: nothing is told as certain."""
+    events = [step(1, 0, 100), event("gemm", 10, 50), {**reduce(20, 5), "ts": "never"}]
+    if how == "odd times":
+        content: Any = document(events)
+    elif how == "cut":
+        content = json.dumps(document(events)).encode()[:-150]
+    else:
+        content = document([*events[:2], event("oneccl_allreduce", 20, 5)])
+    report = made(tmp_path, content).report
+    assert report.steps[0].busy_s == 0
+    assert "cannot be told" in report.diagnosis
+    assert "nothing" not in report.diagnosis
+    assert not any("nothing is exposed" in note for note in report.notes)
+
+
+def test_work_from_before_the_recording_is_of_no_step(tmp_path: Path) -> None:
+    """Without a launch, before anything launched here on its stream: no step has it, nor has any
+    row; a kernel without a launch that comes later counts where it runs.
+    """
+    late = [launch(10, 2), reduce(200, 30, correlation=2), reduce(240, 10, correlation=97)]
+    events = [
+        *(step(1, 0, 100), step(2, 100, 200)),
+        *(reduce(20, 50, correlation=98), reduce(120, 50, correlation=99)),
+        *late,
+    ]
+    report = made(tmp_path, document(events)).report
+    assert [round(one.busy_s * 1e6) for one in report.steps] == [30, 10]
+    # From the end of what was launched before.
+    assert report.steps[0].completed_s == pytest.approx(60e-6)
+    assert any("2 kernels and copies were launched before" in note for note in report.notes)
+    assert any("of 1 kernels and copies no launch is known" in note for note in report.notes)
+
+
+def test_launches_that_join_nothing_are_said(tmp_path: Path) -> None:
+    """All kernels with one number, or with text for one: they count where they run."""
+    for number in (5, "five"):
+        kernels = [event("gemm", 10 * i, 5, correlation=number) for i in range(1, 20)]
+        events = [step(1, 0, 100), step(2, 100, 100), launch(5, 5), *kernels]
+        report = made(tmp_path, document(events)).report
+        assert [round(one.ranks[0].compute_s * 1e6) for one in report.steps] == [45, 50]
+        assert any("of 19 kernels and copies no launch is known" in one for one in report.notes)
+
+
+def test_ranks_that_were_given_are_not_called_missing(tmp_path: Path) -> None:
+    """A rank that lacks a step, or whose clock cannot be had: not "one rank alone", not missing."""
+    files = [json.loads(gzip.decompress(one.read_bytes())) for one in own("bucketed")]
+    events = files[1]["traceEvents"]
+    fewer = {**files[1], "traceEvents": [e for e in events if e["name"] != "ProfilerStep#4"]}
+    report = made(tmp_path, files[0], fewer).report
+    assert len(report.steps) == 2
+    assert "waiting for other ranks" not in report.diagnosis
+    moved(files, 1, 5e6, 0)
+    apart = made(tmp_path, *files).report
+    assert any("have no common clock" in note for note in apart.notes)
+    for note in (*report.notes, *apart.notes):
+        assert "one rank alone" not in note
+        assert "not all ranks of" not in note
+
+
+def test_overlapping_waits_count_once(tmp_path: Path) -> None:
+    """Two collectives at once for which a rank waits: no longer than it does, in all tables."""
+    groups = [{"Process Group Name": name, "Seq": 1, "Group size": 2} for name in "ab"]
+    files = [
+        document(
+            [step(1, 0, 100)]
+            + [
+                event("ncclDevKernel_AllReduce", come, 90 - come, tid=20 + i, **group)
+                for i, group in enumerate(groups)
+            ],
+            rank=rank,
+            world=2,
+        )
+        for rank, come in enumerate((10, 80))
+    ]
+    one = made(tmp_path, *files).report.steps[0]
+    assert [round((row.waiting_s or 0) * 1e6) for row in one.ranks] == [70, 0]
+    assert all(round((row.waiting_s or 0) * 1e6) == 35 for row in one.collectives)
+
+
+def paused(rank: int, steps: int, pause_us: float, forward_us: float) -> dict[str, Any]:
+    """A rank of gloo that pauses before its backward, in a loop of 100 ms a step."""
+
+    def on_cpu(name: str, start: float, length: float, tid: int = 1, cat: str = "cpu_op") -> Any:
+        return event(name, start, length, cat=cat, pid=100, tid=tid)
+
+    events = []
+    for number in range(steps):
+        at = number * 100_000.0
+        late = at + pause_us
+        events += [
+            step(number, at, 90_000),
+            on_cpu("Forward", at + 1000, forward_us, cat="user_annotation"),
+            on_cpu("aten::mean", at + 1000, forward_us),
+            on_cpu("aten::ones_like", late + 6000, 1000),
+            on_cpu("c10d::allreduce_", late + 7500, 100),
+            on_cpu("gloo:all_reduce", late + 7700, 52_300 - pause_us, 2, "user_annotation"),
+            on_cpu("aten::add_", at + 60_100, 1000),
+        ]
+    return document(events, rank=rank, world=2, host_name="host")
+
+
+@pytest.mark.parametrize(
+    ("pause_us", "forward_us", "excess", "unrecorded"),
+    [
+        (30_000, 4000, "'aten::mean' and 'aten::ones_like'", True),
+        (3000, 4000, "Forward", False),
+        (0, 1500, None, None),
+    ],
+    ids=["a pause", "a range", "nobody"],
+)
+def test_the_cause_of_lateness_explains_it(
+    tmp_path: Path, pause_us: float, forward_us: float, excess: str, unrecorded: bool
+) -> None:
+    """A pause without a label is named by the events round it, not by an unrelated range that is
+    a little longer too; a range where it is the cause.
+    """
+    files = [paused(0, 3, 0, 1500), paused(1, 3, pause_us, forward_us)]
+    report = made(tmp_path, *files).report
+    found = report.straggler
+    if excess is None:
+        assert found is None
+        return
+    assert found is not None
+    assert (found.rank, found.excess, found.unrecorded) == (1, excess, unrecorded)
+    assert excess in report.diagnosis
+    # One definition in the sentence and in the table.
+    assert (
+        found.late_s == pytest.approx(report.mean.ranks[1].late_s) == pytest.approx(pause_us / 1e6)
+    )
+
+
+def test_ranks_of_different_jobs_are_refused_by_what_they_send() -> None:
+    """Two files that say they are of one job, whose collectives have no size in common."""
+    with pytest.raises(InputError, match="no size in common"):
+        analyse([own("bucketed")[0], own("onebucket")[1]])
+
+
+def test_a_kind_that_matches_nothing_is_said(tmp_path: Path) -> None:
+    """A misspelt pattern must not look as if it had been heeded."""
+    rules = [parse_kind("my_fest*=comm"), parse_kind("gem*=compute")]
+    report = made(tmp_path, document([step(1, 0, 9), event("gemm", 1, 5)]), rules=rules).report
+    assert [note for note in report.notes if "matches no event" in note] == [
+        "--kind 'my_fest*=comm' matches no event"
+    ]
 
 
 def test_work_after_the_window_counts(tmp_path: Path) -> None:
@@ -276,6 +427,16 @@ def test_two_thinned_ranks_of_128() -> None:
     assert report.ranks == (0, 1)
     assert any("clocks aligned" in note for note in report.notes)
     assert any("not all ranks" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("lost", [0, 5])
+def test_a_lost_collective_of_gloo_moves_no_step(tmp_path: Path, lost: int) -> None:
+    """One event of gloo missing on one rank: every step takes as long as its window still."""
+    whole, broken = (json.loads(gzip.decompress(one.read_bytes())) for one in own("bucketed"))
+    events = broken["traceEvents"]
+    del events[[i for i, e in enumerate(events) if e.get("name") == "gloo:all_reduce"][lost]]
+    for one in made(tmp_path, whole, broken).report.steps:
+        assert one.completed_s == pytest.approx(one.measured_s, rel=0.05)
 
 
 def test_a_file_that_is_cut_says_so(tmp_path: Path) -> None:

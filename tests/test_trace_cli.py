@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -41,6 +42,43 @@ def test_the_report_for_people(run: Run) -> None:
     for part in ("Steps", "Critical path", "Collectives", "Ranks", "Note: exposed is given with"):
         assert part in out
     assert max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("width", [30, 50, 80, 200])
+def test_no_cell_is_cut(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    """At any width, also for a group with a long name: every number with its unit, no ellipsis."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    names = ["tensor_parallel_group_of_the_second_stage", "1"]
+    events = [step(1, 0, 1000)]
+    for i, name in enumerate(names):
+        at = 123.456 * (i + 1)
+        events.append(event("ncclAllReduceKernel", at, 99.9, **{"Process Group Name": name}))
+    path = write(tmp_path / "t.json", document(events))
+    status, out, _ = run(path, "--what-if", "all_reduce bytes*1000")
+    assert status == 0
+    assert "…" not in out
+    assert max(map(len, out.splitlines())) <= width
+    assert out.count("99.9") >= 4
+    assert re.sub(r"\s", "", out).count("costs") == 1
+
+
+def test_names_do_not_steer_the_terminal(run: Run, tmp_path: Path) -> None:
+    """Escapes in the names of a file are shown, not sent."""
+    name = "my_allreduce\x1b[31m\x9b2J\r"
+    path = write(tmp_path / "t.json", document([step(1, 0, 100), event(name, 10, 5)]))
+    _, out, _ = run(path)
+    assert "my_allreduce\ufffd[31m\ufffd2J\ufffd" in out
+    assert not {"\x1b", "\x9b", "\r"} & set(out)
+
+
+@pytest.mark.parametrize("option", ["--codecs", "--alpha", "--beta"])
+def test_options_of_a_change_need_one(run: Run, option: str) -> None:
+    """Without --what-if they would do nothing, silently."""
+    status, _, err = run(*own("onebucket"), option, "1")
+    assert status == 2
+    assert f"{option} is about a change" in err
 
 
 def test_the_report_as_json(run: Run, tmp_path: Path) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from taciturn.trace import Kind, Trace, read, read_all
-from taciturn.trace.collectives import Collective, Matching, canonical, collectives_of, match
+from taciturn.trace.collectives import Collective, Matching, collectives_of, match
+from taciturn.trace.messages import canonical
 from taciturn.trace.steps import launch_rows, step_of_rows, steps_of
 from taciturn.trace.timeline import intersect, unite
 from trace_files import document, event, launch, own, public, step, write
@@ -122,7 +126,9 @@ def test_groups_are_told_apart_and_a_nameless_one_is_unknown(tmp_path: Path) -> 
 
 
 def test_work_belongs_to_the_step_that_launched_it(tmp_path: Path) -> None:
-    """A kernel that runs after its step's window, or before its own launch, is that step's."""
+    """A kernel that runs after its step's window, or before its own launch, is that step's; one
+    without a launch is of the step it runs in, or of none if it comes before all launched here.
+    """
     events = [
         step(1, 0, 100),
         step(2, 100, 100),
@@ -130,17 +136,19 @@ def test_work_belongs_to_the_step_that_launched_it(tmp_path: Path) -> None:
         launch(150, 2),
         event("late", 120, 10, correlation=1),
         event("early", 140, 5, correlation=2),
-        event("orphan", 30, 5, correlation=77),
+        event("before", 30, 5, correlation=76),
+        event("orphan", 132, 5, correlation=77),
         event("outside", 300, 5),
     ]
     trace = read(write(tmp_path / "t.json", document(events)))
     steps = steps_of(trace)
     index = step_of_rows(trace, steps)
     by_name = {trace.name(row): int(index[row]) for row in range(len(trace.events))}
-    assert {k: by_name[k] for k in ("late", "early", "orphan", "outside")} == {
+    assert {k: by_name[k] for k in ("late", "early", "before", "orphan", "outside")} == {
         "late": 0,
         "early": 1,
-        "orphan": 0,
+        "before": -1,
+        "orphan": 1,
         "outside": -1,
     }
     launches = launch_rows(trace)
@@ -195,6 +203,35 @@ def test_gloo_events_find_their_calls() -> None:
             assert len({one.call_row for one in found}) == len(found)
             count += len(found)
     assert count == 2 * 12 + 2 * 3 + 4 * 12
+
+
+@cache
+def whole_pairs() -> dict[int, int]:
+    """Start of each event of gloo in one of our recordings, and the time of its call."""
+    (found,), _ = parts([read(own("bucketed")[1])])
+    return {one.start_ns: one.call_ns for one in found}
+
+
+@pytest.mark.parametrize("sizes", [True, False], ids=["sizes", "no sizes"])
+@pytest.mark.parametrize("lost", range(12))
+def test_a_lost_event_of_gloo_is_its_own_loss(tmp_path: Path, lost: int, sizes: bool) -> None:
+    """Whichever event is lost, and with sizes or without: those of other steps keep their calls,
+    and those of its own step get calls of that step.
+    """
+    content = json.loads(gzip.decompress(own("bucketed")[1].read_bytes()))
+    events = content["traceEvents"]
+    mine = [i for i, one in enumerate(events) if one.get("name") == "gloo:all_reduce"]
+    mine.sort(key=lambda i: events[i]["ts"])
+    del events[mine[lost]]
+    if not sizes:
+        for one in events:
+            one.get("args", {}).pop("Input Dims", None)
+    (found,), _ = parts([read(write(tmp_path / "t.json", content))])
+    assert len(found) == 11
+    assert [one.step for one in found] == [i // 4 for i in range(12) if i != lost]
+    for one in found:
+        if one.step != lost // 4:
+            assert one.call_ns == whole_pairs()[one.start_ns]
 
 
 def test_an_exchange_is_one_collective(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from browser import BROWSER, open_page
 from taciturn.trace.analysis import Analysis, analyse
-from taciturn.trace.page import html
+from taciturn.trace.page import LEGEND, html
 from taciturn.trace.picture import CELLS, LEVELS, MAX_HINTS, MAX_RANKS, draw, paint
 from taciturn.trace.timeline import unite
 from taciturn.trace.whatif import parse_change, predict
@@ -93,7 +93,7 @@ def test_a_browser_draws_it(tmp_path: Path, width: int) -> None:
     assert came["width"] == width
     assert came["content"] <= width
     drawn = {kind for kind, left, right, height in came["shapes"] if right > left and height > 2}
-    assert {"compute", "alone", "waiting", "exposed"} <= drawn
+    assert {"compute", "alone", "waiting", "critical"} <= drawn
     assert all(left >= 0 and right <= width for _, left, right, _ in came["shapes"])
     labels = came["labels"]
     assert [text for text, left, _, right, _ in labels if left < 0 or right > width] == []
@@ -109,7 +109,7 @@ def test_a_browser_draws_eight_ranks_on_gpus(tmp_path: Path) -> None:
     assert came["failures"] == []
     assert came["content"] <= 400
     assert overlapping(came["labels"]) == []
-    assert {"launch", "compute", "waiting", "exposed"} <= {kind for kind, *_ in came["shapes"]}
+    assert {"launch", "compute", "waiting", "critical"} <= {kind for kind, *_ in came["shapes"]}
 
 
 def test_the_picture_is_that_of_the_intervals(tmp_path: Path) -> None:
@@ -140,11 +140,35 @@ def test_the_picture_is_that_of_the_intervals(tmp_path: Path) -> None:
     assert times(1, "communication", "waiting") == []
     (moving,) = times(0, "communication", "alone")
     assert moving == (pytest.approx(last, abs=cell), pytest.approx(end, abs=cell))
-    exposed = [*times(0, "communication", "exposed"), *times(1, "communication", "exposed")]
+    exposed = [*times(0, "communication", "critical"), *times(1, "communication", "critical")]
     assert exposed == [(pytest.approx(last, abs=cell), pytest.approx(end, abs=cell))]
     (hint,) = picture.rows[0].strips[-2].hints
     assert hint.text.startswith("all_reduce")
     assert f"waits {(last - runs[0].arrivals[0]) / 1e3:.3g} ms, moves 0.3 ms" in hint.text
+
+
+def test_every_meaning_has_a_colour_of_its_own() -> None:
+    """No kind of the legend or of the path is drawn in black for want of one."""
+    page = html(analyse(own("straggler")))
+    colours = re.findall(r"--([a-z]+):", page)
+    assert set(LEGEND) <= set(colours)
+
+
+def test_the_path_is_drawn_where_it_runs_and_only_in_the_step(tmp_path: Path) -> None:
+    """Before the step's begin nothing of it is drawn; the late rank is late, it does not wait."""
+    for name in ("straggler", "bucketed"):
+        analysis = analyse(own(name))
+        picture = draw(analysis)
+        index = list(analysis.report.steps).index(picture.step)
+        begin, end = analysis.bounds_ns[index]
+        length = picture.end_ns - picture.start_ns
+        first = (begin - picture.start_ns) * CELLS // length
+        last = -(-(end - picture.start_ns) * CELLS // length)
+        for row in picture.rows:
+            (path,) = [strip for strip in row.strips if strip.name == "critical path"]
+            assert "waiting" not in {layer.kind for layer in path.layers}
+            for layer in path.layers:
+                assert all(first <= run.first < run.first + run.width <= last for run in layer.runs)
 
 
 def test_the_page_is_self_contained() -> None:

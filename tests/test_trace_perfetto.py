@@ -121,6 +121,18 @@ def test_a_round_trip_is_exact(
     )
 
 
+COMMUNICATION = "communication on the critical path"
+
+
+@pytest.mark.parametrize("name", ["out.json", "out.json.gz"])
+def test_the_name_says_whether_it_is_packed(tmp_path: Path, name: str) -> None:
+    """Plain JSON unless the name ends in ``.gz``."""
+    write_perfetto(analyse(own("onebucket")), tmp_path / name)
+    data = (tmp_path / name).read_bytes()
+    text = gzip.decompress(data) if name.endswith(".gz") else data
+    assert json.loads(text)["traceEvents"]
+
+
 def test_the_critical_path_and_exposed_parts(tmp_path: Path) -> None:
     """Two tracks: the path without a gap, and of it the transfers, with rank and event."""
     programs = [
@@ -137,15 +149,15 @@ def test_the_critical_path_and_exposed_parts(tmp_path: Path) -> None:
         for e in value["traceEvents"]
         if e["name"] == "thread_name"
     }
-    assert {"critical path", "exposed"} <= set(named.values())
-    tracks: dict[str, list[Any]] = {"critical path": [], "exposed": []}
+    assert {"critical path", COMMUNICATION} <= set(named.values())
+    tracks: dict[str, list[Any]] = {"critical path": [], COMMUNICATION: []}
     for e in value["traceEvents"]:
         if e["ph"] == "X" and named[e["pid"], e["tid"]] in tracks:
             tracks[named[e["pid"], e["tid"]]].append(e)
     path = tracks["critical path"]
     assert all(ns(one["ts"] + one["dur"]) == ns(other["ts"]) for one, other in pairwise(path))
     assert (path[0]["ts"], path[-1]["ts"] + path[-1]["dur"]) == (0, 96)
-    (exposed,) = tracks["exposed"]
+    (exposed,) = tracks[COMMUNICATION]
     assert (exposed["ts"], exposed["dur"]) == (76, 20)
     assert "AllReduce" in exposed["name"]
     assert exposed["args"]["kind"] == "communication"

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from taciturn.errors import InputError
-from taciturn.trace import Kind, Trace, read, read_all
+from taciturn.trace import Kind, Trace, analyse, read, read_all
 from taciturn.trace import scan as scan_module
 from trace_files import document, event, launch, own, public, step, write
 
@@ -136,6 +137,54 @@ def test_odd_events_are_counted_not_used(tmp_path: Path) -> None:
     assert any("6 events" in note for note in trace.notes)
 
 
+@pytest.mark.parametrize(
+    "broken",
+    [
+        event("ncclX", 40, 3.6e9, tid=20),
+        event("ncclX", 3.6e9, 10, tid=20),
+        event("ncclX", -3.6e9, 10, tid=20),
+        event("op", 40, 3.6e9, cat="cpu_op", tid=1),
+    ],
+    ids=["long", "late", "early", "long on the CPU"],
+)
+def test_an_event_an_hour_off_is_set_aside(tmp_path: Path, broken: dict[str, Any]) -> None:
+    """One event that makes a recording of a tenth of a millisecond last an hour, with its name."""
+    trace = plain(tmp_path, document([*EVENTS, broken]))
+    assert len(trace.events) == len(EVENTS)
+    assert trace.loss.events_odd == 1
+    assert any("60 min" in note and broken["name"] in note for note in trace.notes)
+
+
+def test_a_long_wait_is_no_broken_time(tmp_path: Path) -> None:
+    """A kernel of half a minute, after which its step ends on the CPU, or alone one of a second."""
+    wait = event("ncclX", 40, 3e7, tid=20)
+    events = [*EVENTS, wait, step(4, 110, 3e7)]
+    assert len(plain(tmp_path, document(events)).events) == len(events)
+    alone = [*EVENTS, event("ncclX", 40, 9e5, tid=20)]
+    assert len(plain(tmp_path, document(alone)).events) == len(alone)
+
+
+@pytest.mark.parametrize("base", ["abc", 1e30, -5, [1]])
+def test_a_base_time_that_is_none_is_said(tmp_path: Path, base: Any) -> None:
+    """Times count from 0 then, and a note has the value."""
+    content = {**document(EVENTS), "baseTimeNanoseconds": base}
+    trace = plain(tmp_path, content)
+    assert int(trace.events.start_ns[0]) == 10_000
+    assert any("baseTimeNanoseconds" in note for note in trace.notes)
+
+
+def test_numbers_beyond_64_bits(tmp_path: Path) -> None:
+    """Step numbers, sizes and groups that no machine has are not taken for real."""
+    huge = {"In msg nelems": 2**63, "dtype": "Float", "Group size": 2**60}
+    for digits in (18, 25, 5000):
+        named = {**step(1, 0, 100), "name": "ProfilerStep#" + "9" * digits}
+        path = write(tmp_path / "t.json", document([named, event("ncclKernel_X", 5, 9, **huge)]))
+        report = analyse([path]).report
+        orjson.dumps(report.to_json())
+        assert report.steps[0].step == (int("9" * 18) if digits == 18 else None)
+        assert report.steps[0].collectives[0].bytes is None
+
+
 def test_negative_durations_become_zero(tmp_path: Path) -> None:
     """And that is said."""
     trace = plain(tmp_path, document([event("k", 5, -3), event("k", 9, 0)]))
@@ -165,9 +214,11 @@ def test_python_functions_are_skipped(tmp_path: Path) -> None:
 def test_rank(
     tmp_path: Path, name: str, info: dict[str, Any], given: int | None, rank: int | None
 ) -> None:
-    """The option counts most, then the file, then its name."""
+    """The option counts most, then the file, then its name; a contradiction is said."""
     content = {"distributedInfo": info, "traceEvents": EVENTS}
-    assert read(write(tmp_path / name, content), rank=given).rank == rank
+    trace = read(write(tmp_path / name, content), rank=given)
+    assert trace.rank == rank
+    assert any("of rank 5: taken as 2" in note for note in trace.notes) == (given is not None)
 
 
 def test_groups_of_on_demand_traces(tmp_path: Path) -> None:
@@ -222,6 +273,21 @@ def test_what_is_whole_is_read_and_the_loss_stated(
     assert any("not whole" in note for note in trace.notes)
     with pytest.raises(InputError, match="not whole"):
         read(path, strict=True)
+
+
+@pytest.mark.parametrize("damage", ["checksum", "length", "middle"])
+def test_what_a_damaged_gzip_still_gives_is_read(tmp_path: Path, damage: str) -> None:
+    """All of it where only the checksum is wrong, else what comes before the damage."""
+    events = [event(f"kernel{i * 7919 % 10_007}", i, 1) for i in range(5000)]
+    packed = bytearray(gzip.compress(json.dumps(document(events)).encode()))
+    place = {"checksum": -8, "length": -4, "middle": len(packed) // 2}[damage]
+    packed[place : place + 4 or None] = b"\xff\xff\xff\xff"
+    path = tmp_path / "t.json.gz"
+    path.write_bytes(packed)
+    trace = read(path)
+    assert len(trace.events) >= (5000 if damage != "middle" else 2000)
+    assert not trace.loss.complete
+    assert any("not whole" in note for note in trace.notes)
 
 
 @pytest.mark.parametrize(

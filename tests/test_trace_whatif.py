@@ -47,6 +47,8 @@ def ask(analysis: Analysis, *changes: str, **options: object) -> list[Prediction
         ("all_gather latency/10", Change("all_gather latency/10", "all_gather", 1.0, 0.1)),
         ("all_reduce = 0", Change("all_reduce = 0", "all_reduce", 0.0, 0.0)),
         ("all=0", Change("all=0", "", 0.0, 0.0)),
+        ("latency = 0", Change("latency = 0", "", 1.0, 0.0)),
+        ("all_reduce bytes=0", Change("all_reduce bytes=0", "all_reduce", 0.0, 1.0)),
         (
             "method=quantized:wire=int8, bits=8",
             Change(
@@ -165,3 +167,16 @@ def test_bounds_hold_the_value() -> None:
     for found in ask(analysis, *asked, codecs=codecs):
         assert 0 < found.low_s <= found.step_s <= found.high_s
         assert found.base_s == analysis.report.mean.completed_s
+
+
+def test_a_link_on_which_bytes_cost_nothing() -> None:
+    """Given that, more bandwidth saves nothing, and the latency is all of a transfer."""
+    analysis = analyse(own("bucketed"))
+    more, less, both = (
+        ask(analysis, change, link=Link(None, 0.0))[0]
+        for change in ("bandwidth*4", "latency = 0", "all = 0")
+    )
+    assert more.step_s == more.base_s
+    assert less.step_s == both.step_s < both.base_s
+    with pytest.raises(InputError, match="both 0"):
+        Link(0.0, 0.0)

@@ -425,7 +425,7 @@ def _trace(
         list[str] | None,
         typer.Option(
             help="A change to predict, once for each: 'all_reduce bytes/2', 'all_reduce = 0', "
-            "'bandwidth*4', 'latency/2', 'method=quantized:bits=8'."
+            "'bandwidth*4', 'latency/2', 'method=quantized:bits=8' (with --codecs)."
         ),
     ] = None,
     codecs: Annotated[
@@ -445,7 +445,7 @@ def _trace(
     ] = None,
     rank: Annotated[
         list[int] | None,
-        typer.Option(help="Rank of each file, in their order, where the files do not say it."),
+        typer.Option(help="Rank of each file, in their order, instead of what the files say."),
     ] = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="Refuse files that are cut or broken.")
@@ -457,8 +457,8 @@ def _trace(
     perfetto: Annotated[
         Path | None,
         typer.Option(
-            help="File, such as out.json.gz, for all ranks on one clock with the critical path; "
-            "opens in the Perfetto viewer."
+            help="File, such as out.json.gz (without .gz: plain JSON), for all ranks on one clock "
+            "with the critical path; opens in the Perfetto viewer."
         ),
     ] = None,
 ) -> None:
@@ -473,6 +473,9 @@ def _trace(
     from taciturn.trace.table import render
 
     changes = [parse_change(one) for one in what_if or ()]
+    for option, value in (("--codecs", codecs), ("--alpha", alpha), ("--beta", beta)):
+        if value is not None and not changes:
+            raise InputError(f"{option} is about a change: say which, with --what-if")
     table = read_codecs(codecs) if codecs is not None else {}
     link = None if alpha is None and beta is None else Link(alpha, beta)
     rules = [parse_kind(one) for one in kind or ()]

@@ -1,12 +1,13 @@
 """What a step waits for, read from the files of torch.profiler; importing needs no torch.
 
 From file to answer: ``scan`` (bytes to event objects), ``reader`` (columns), ``steps``,
-``collectives`` (who meets whom), ``clock`` (one time for all ranks), ``view`` (a rank on it),
-``graph`` with ``draft``, ``threads`` and ``streams`` (what had to wait for what), ``replay`` (as
-soon as possible), ``exposure`` and ``path`` (differences of replays, the critical path),
-``analysis`` (all of it), ``report`` (plain values), ``whatif`` (predictions); ``table``, ``page``
-with ``picture``, and ``perfetto`` show it. ``recording`` makes such files; only while it does is
-torch needed.
+``collectives`` with ``messages`` and ``pairing`` (who meets whom), ``clock`` (one time for all
+ranks), ``view`` (a rank on it), ``graph`` with ``draft``, ``threads`` and ``streams`` (what had
+to wait for what), ``replay`` (as soon as possible), ``exposure`` and ``path`` (differences of
+replays, the critical path), ``analysis`` (all of it), ``straggler``, ``diagnosis`` and ``notes``
+(in words), ``report`` (plain values), ``whatif`` (predictions); ``table``, ``page`` with
+``picture``, and ``perfetto`` show it. ``recording`` makes such files; only while it does is torch
+needed.
 
 ::
 

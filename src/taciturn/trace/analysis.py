@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,7 +17,15 @@ from taciturn.trace.diagnosis import diagnose
 from taciturn.trace.events import Trace
 from taciturn.trace.exposure import Class, Exposures, Saved, bounds_of, class_of, classes_of
 from taciturn.trace.graph import Graph, build
-from taciturn.trace.kinds import Kind, KindRule
+from taciturn.trace.job import check_one_job
+from taciturn.trace.kinds import KindRule
+from taciturn.trace.notes import (
+    alone_share,
+    doubt_about_none,
+    reasons_for_bounds,
+    unknown_names,
+    what_is_missing,
+)
 from taciturn.trace.occupation import Occupation, mean_s, united
 from taciturn.trace.path import Stretch, by_kind, stretches
 from taciturn.trace.reader import no_collection, read_all
@@ -35,9 +42,6 @@ from taciturn.trace.timeline import intersect, subtract
 from taciturn.trace.view import View
 
 __all__ = ["Analysis", "analyse", "analyse_traces"]
-
-MAX_ERROR = 0.05
-"""A replay that is further from the measurement gives bounds instead of a number."""
 
 Row = TypeVar("Row", StepReport, CriticalPath, CollectiveRow, RankRow)
 
@@ -90,6 +94,8 @@ def analyse(
         InputError: nothing to read, files that are no traces, or not of one job.
     """
     traces, notes = read_all(paths, ranks=ranks, rules=rules, strict=strict)
+    names = [label.name for trace in traces for label in trace.labels]
+    notes += [f"--kind {rule.text!r} matches no event" for rule in rules if not rule.matches(names)]
     return analyse_traces(traces, notes)
 
 
@@ -99,6 +105,7 @@ def analyse_traces(traces: Sequence[Trace], notes: Sequence[str] = ()) -> Analys
     traces, steps, numbers = _with_common_steps(traces, [*map(steps_of, traces)], said)
     found = [collectives_of(trace, one) for trace, one in zip(traces, steps, strict=True)]
     matching = match(found, [[step.number for step in one] for one in steps])
+    check_one_job(found, [[step.number for step in one] for one in steps])
     said += matching.notes
     begins = {
         trace.rank or 0: next(step.start_ns for step in one if step.number in numbers)
@@ -202,12 +209,12 @@ def _conclude(
     path = stretches(graph, exposures.times_ns, views)
     late = lateness(meetings)
     inside = [Occupation(view) for view in views]
-    reasons = _reasons(views, meetings, graph, exposures.worst_error)
+    reasons = reasons_for_bounds(views, meetings, graph, exposures.worst_error)
     steps = tuple(
         _step(index, views, inside, meetings, classes, exposures, path, late, bool(reasons))
         for index in range(len(graph.ends))
     )
-    notes += _what_is_missing(traces, views, meetings, graph, reasons)
+    notes += what_is_missing(traces, views, meetings, graph, reasons)
     mean = _mean(steps)
     straggler = find_straggler(views, late, mean.completed_s * 1e9) if len(views) > 1 else None
     sizes = {trace.world_size for trace in traces} - {None}
@@ -218,9 +225,15 @@ def _conclude(
         steps=steps,
         mean=mean,
         straggler=straggler,
-        diagnosis=diagnose(mean, straggler, alone=_alone(meetings), exact=not reasons),
+        diagnosis=diagnose(
+            mean,
+            straggler,
+            alone=alone_share(meetings),
+            exact=not reasons,
+            doubt=doubt_about_none(traces),
+        ),
         exact=not reasons,
-        unknown=_unknown(traces),
+        unknown=unknown_names(traces),
         notes=tuple(dict.fromkeys(notes)),
         lost=any(not trace.loss.complete for trace in traces),
     )
@@ -288,16 +301,13 @@ def _row(
     bounded: bool,
 ) -> CollectiveRow:
     by_rank: dict[int, list[Collective]] = defaultdict(list)
-    waits: dict[int, int] = defaultdict(int)
-    moves: dict[int, int] = defaultdict(int)
     for meeting in meetings:
-        last = max(one.start_ns for one in meeting.members)
         for one in meeting.members:
             by_rank[one.rank].append(one)
-            waits[one.rank] += max(0, min(last, one.end_ns) - one.start_ns)
-            moves[one.rank] += max(0, one.end_ns - max(last, one.start_ns))
     known = not any(meeting.alone for meeting in meetings)
-    own = {each.view.rank: each for each in inside}
+    own = {each.view.rank: each for each in inside if each.view.rank in by_rank}
+    waits = [each.waiting(meetings) for each in own.values()]
+    moves = [each.transfers(meetings) for each in own.values()]
     busy = {rank: united(list_) for rank, list_ in by_rank.items()}
     alone = [subtract(each, own[rank].compute) for rank, each in busy.items()]
     moving = [one.moving(meetings) for one in inside]
@@ -309,8 +319,8 @@ def _row(
         bytes=what[2],
         busy_s=mean_s(list(busy.values())),
         not_overlapped_s=mean_s(alone),
-        waiting_s=fmean(waits.values()) / 1e9 if known else None,
-        transfer_s=fmean(moves.values()) / 1e9 if known else None,
+        waiting_s=mean_s(waits) if known else None,
+        transfer_s=mean_s(moves) if known else None,
         exposed_s=saved.likely_s,
         exposed_low_s=low,
         exposed_high_s=high,
@@ -324,23 +334,14 @@ def _rank_row(
     view = inside.view
     busy = inside.of(index)
     step = view.steps[index]
-    waiting: int | None = 0
-    for meeting in meetings:
-        own = next((one for one in meeting.members if one.rank == view.rank), None)
-        if own is None:
-            continue
-        if meeting.alone:
-            waiting = None
-            break
-        last = max(one.start_ns for one in meeting.members)
-        assert waiting is not None
-        waiting += max(0, min(last, own.end_ns) - own.start_ns)
+    mine = [one for one in meetings if any(each.rank == view.rank for each in one.members)]
+    known = not any(meeting.alone for meeting in mine)
     return RankRow(
         rank=view.rank,
         measured_s=(step.end_ns - step.start_ns) / 1e9,
         busy_s=busy.total_ns / 1e9,
         overlapped_s=intersect(busy, inside.compute).total_ns / 1e9,
-        waiting_s=None if waiting is None else waiting / 1e9,
+        waiting_s=inside.waiting(mine).total_ns / 1e9 if known else None,
         compute_s=inside.computing(index).total_ns / 1e9,
         late_s=late.get(view.rank, 0) / 1e9,
     )
@@ -379,87 +380,3 @@ def _average(rows: Sequence[Row], count: int) -> Row:
             per = len(known) if field.name == "overlap" else count
             changes[field.name] = sum(known) / per if len(known) == len(values) and per else None
     return replace(rows[0], **changes)
-
-
-# -- what must be said -------------------------------------------------------------------------
-
-
-def _alone(meetings: Sequence[Meeting]) -> bool:
-    """Whether some collective of a group of several has only one traced rank."""
-    return any(meeting.alone for meeting in meetings)
-
-
-def _reasons(
-    views: Sequence[View], meetings: Sequence[Meeting], graph: Graph, error: float
-) -> list[str]:
-    """Why exposures are given as bounds; empty if they need not be."""
-    reasons: list[str] = []
-    if not meetings:
-        return reasons
-    if error > MAX_ERROR:
-        reasons.append(
-            f"the replay is up to {error:.1%} off the measured steps: delays of "
-            f"{sum(graph.unexplained_ns.values()) / 1e6:.3g} ms are explained by nothing in the "
-            "files (a busy GPU, work that was not recorded, waits without a record)"
-        )
-    if any(view.on_gpu and not view.has_sync_records for view in views):
-        reasons.append(
-            "waits between streams are inferred, as the files hold no record of them: record with "
-            "torch.profiler._ExperimentalConfig(enable_cuda_sync_events=True)"
-        )
-    if any(not view.on_gpu for view in views):
-        reasons.append(
-            "gloo leaves no event for a wait: gaps that end with a collective are taken for it; "
-            "and it shares its cores with compute, so that less to send may save more, or less"
-        )
-    if _alone(meetings):
-        reasons.append(
-            "of one rank alone, waiting for others cannot be told from transfer: exposed holds both"
-        )
-    return reasons
-
-
-def _what_is_missing(
-    traces: Sequence[Trace],
-    views: Sequence[View],
-    meetings: Sequence[Meeting],
-    graph: Graph,
-    reasons: Sequence[str],
-) -> list[str]:
-    notes = [f"exposed is given with bounds: {reason}" for reason in reasons]
-    if not meetings:
-        notes.append("there is no collective in these files: nothing is exposed")
-    partial = {meeting.first.group for meeting in meetings if not meeting.complete}
-    if partial and len(views) > 1:
-        notes.append(
-            "not all ranks of all groups were given: a rank that is missing may be the last, so "
-            "waiting is at least what is shown"
-        )
-    if graph.clamped:
-        notes.append(
-            f"{graph.clamped} kernels seem to start before their launch: taken as started with it"
-        )
-    if any(step.number is None for view in views for step in view.steps):
-        notes.append("no ProfilerStep was recorded: the whole trace counts as one step")
-    slowed = sorted({word for trace in traces for word in trace.slowed_by})
-    if slowed:
-        notes.append(
-            f"recorded with {', '.join(slowed)}, which slows the CPU: compare with the time of a "
-            "step without the profiler before believing that the CPU bounds it"
-        )
-    if any(meeting.first.group == "unknown" for meeting in meetings):
-        notes.append("some collectives do not say their process group: listed as unknown")
-    if meetings:
-        notes.append("exposures of single collectives do not add up: hiding one may expose another")
-    return notes
-
-
-def _unknown(traces: Sequence[Trace]) -> tuple[tuple[str, int], ...]:
-    """Names of unknown kind with their counts, most frequent first."""
-    counts: Counter[str] = Counter()
-    for trace in traces:
-        rows = trace.events.of(Kind.UNKNOWN)
-        found = np.unique(trace.events.label[rows], return_counts=True)
-        for label, count in zip(found[0].tolist(), found[1].tolist(), strict=True):
-            counts[trace.labels[label].name or trace.labels[label].category] += count
-    return tuple(counts.most_common())

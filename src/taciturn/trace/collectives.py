@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,8 @@ from numpy.typing import NDArray
 
 from taciturn.trace.events import Trace
 from taciturn.trace.kinds import Kind
+from taciturn.trace.messages import canonical, input_type, size_bytes
+from taciturn.trace.pairing import pair_gloo
 from taciturn.trace.reader import parse_ranks
 from taciturn.trace.steps import Step, launch_rows, step_of_rows
 
@@ -21,46 +22,18 @@ __all__ = [
     "Collective",
     "Matching",
     "Meeting",
-    "canonical",
     "collectives_of",
     "match",
 ]
 
+MAX_RANKS = 10**6  # of a group; more is a broken number
 UNKNOWN_GROUP = "unknown"
 """Group of a collective whose file does not say which it is."""
 
-_DTYPE_BYTES = {
-    **dict.fromkeys(("bool", "byte", "char", "uint8", "int8", "unsignedchar", "signedchar"), 1),
-    **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"), 1),
-    **dict.fromkeys(("half", "bfloat16", "short", "float16", "int16", "c10::half"), 2),
-    **dict.fromkeys(("c10::bfloat16", "shortint"), 2),
-    **dict.fromkeys(("float", "int", "float32", "int32", "complexhalf"), 4),
-    **dict.fromkeys(("double", "long", "longint", "int64", "float64", "complexfloat"), 8),
-    **dict.fromkeys(("complexdouble",), 16),
-}
-# How kernels, calls and profiler metadata spell one collective; tried in this order.
-_NAMES = (
-    (r"^taciturn::exchange", "exchange"),
-    (r"reduce_?scatter", "reduce_scatter"),
-    (r"all_?gather", "all_gather"),
-    (r"all_?to_?all", "all_to_all"),
-    (r"all_?reduce|cross_device_reduce", "all_reduce"),
-    (r"broadcast", "broadcast"),
-    (r"barrier", "barrier"),
-    (r"send_?recv|batch_?isend|coalesced", "send_recv"),
-    (r"gather", "gather"),
-    (r"scatter", "scatter"),
-    (r"reduce", "reduce"),
-    (r"send", "send"),
-    (r"recv", "recv"),
-)
-_COMPILED = tuple((re.compile(pattern, re.IGNORECASE), name) for pattern, name in _NAMES)
 # Every rank leaves only after every rank has come.
 MEETS = frozenset(
     {"all_reduce", "reduce_scatter", "all_gather", "all_to_all", "barrier", "exchange"}
 )
-# gloo's own ranges carry the name of what it runs, which is not always what was called.
-_GLOO_RUNS = {"reduce_scatter": "all_reduce"}
 
 
 @dataclass(frozen=True)
@@ -134,14 +107,6 @@ class Matching(NamedTuple):
     notes: tuple[str, ...]
 
 
-def canonical(text: str) -> str:
-    """``all_reduce`` for ``ncclDevKernel_AllReduce_Sum_f32``, ``c10d::allreduce_`` and the like."""
-    for pattern, name in _COMPILED:
-        if pattern.search(text):
-            return name
-    return "unknown"
-
-
 def collectives_of(
     trace: Trace, steps: list[Step], launches: NDArray[np.int64] | None = None
 ) -> list[Collective]:
@@ -149,7 +114,7 @@ def collectives_of(
 
     A kernel's own metadata counts most; what it lacks comes from ``record_param_comms`` with its
     number, then from the call that its launch lies in, then from its name. An event of gloo is
-    paired with the first call of ``c10d`` of that name and size that came before it.
+    paired with the first call of ``c10d`` of that name and size that it can be of.
     """
     launches = launch_rows(trace) if launches is None else launches
     step_index = step_of_rows(trace, steps, launches)
@@ -159,7 +124,7 @@ def collectives_of(
         rows = _annotations_alone(trace)
     rows = _without_parts(trace, rows)
     calls = _Calls(trace)
-    paired = _pair_gloo(trace, rows, calls)
+    paired = pair_gloo(trace, rows, calls.rows, step_index)
     found = []
     for row in rows.tolist():
         call = paired.get(row, int(launches[row]))
@@ -243,35 +208,6 @@ class _Calls:
         return info, [said, *(reversed(words) if generic else []), own, *reversed(words)]
 
 
-def _pair_gloo(trace: Trace, rows: NDArray[np.int64], calls: _Calls) -> dict[int, int]:
-    """For each event of gloo the call that enqueued it.
-
-    Nothing in the file joins them: calls and events of one name run in one order, except that two
-    pool threads may swap neighbours, which sizes tell apart where they are recorded.
-    """
-    events = trace.events
-    waiting: dict[str, list[tuple[int, int | None]]] = defaultdict(list)
-    for row in calls.rows.tolist():
-        name = trace.name(row)
-        if name.startswith("c10d"):
-            name = canonical(name)
-            size = _size_bytes(trace.args.get(row, {}))
-            waiting[_GLOO_RUNS.get(name, name)].append((row, size))
-    paired: dict[int, int] = {}
-    for row in rows.tolist():
-        if events.queue[row] >= 0 or not waiting:
-            continue
-        name = canonical(trace.name(row))
-        queue = waiting[name]
-        size = _size_bytes(trace.args.get(row, {}))
-        start = events.start_ns[row]
-        early = [i for i, (call, _) in enumerate(queue[:64]) if events.start_ns[call] <= start]
-        same = [i for i in early if size is not None and queue[i][1] == size]
-        if early:
-            paired[row] = queue.pop((same or early)[0])[0]
-    return paired
-
-
 def _collective(
     trace: Trace,
     row: int,
@@ -293,8 +229,8 @@ def _collective(
         group_size=size,
         seq=seq if isinstance(seq, int) and seq >= 0 else -1,
         comm_id=str(info.get("Comms Id", info.get("comms_id", ""))),
-        size_bytes=_size_bytes(info),
-        dtype=str(info.get("dtype", _input_type(info))),
+        size_bytes=size_bytes(info),
+        dtype=str(info.get("dtype", input_type(info))),
         step=step,
         call_row=call,
         call_ns=call_ns,
@@ -313,52 +249,9 @@ def _group(trace: Trace, info: Mapping[str, Any]) -> tuple[str, tuple[int, ...],
     if not ranks and known is not None:
         ranks = known.ranks
     said = info.get("Group size", 0)
-    size = said if isinstance(said, int) and said > 0 else 0
+    size = said if isinstance(said, int) and 0 < said <= MAX_RANKS else 0
     size = size or len(ranks) or (known.size if known else 0)
     return name or UNKNOWN_GROUP, ranks, size
-
-
-def _size_bytes(info: Mapping[str, Any]) -> int | None:
-    """Bytes of the whole buffer, from message sizes or from the shapes of a call's inputs."""
-    width = _width(str(info.get("dtype", "")))
-    counts = [info.get("In msg nelems"), info.get("Out msg nelems")]
-    whole = [n for n in counts if isinstance(n, int) and n >= 0]
-    if whole and width:
-        return max(whole) * width
-    shapes, kinds = info.get("Input Dims"), info.get("Input type")
-    if not isinstance(shapes, list) or not isinstance(kinds, list):
-        return None
-    total = 0
-    for shape, kind in zip(shapes, kinds, strict=False):
-        count = _count(shape)
-        if count is None:
-            continue
-        word = str(kind)
-        # A TensorList does not say its type: DDP's is float.
-        total = max(total, count * (4 if word.startswith("TensorList") else _width(word)))
-    return total or None
-
-
-def _count(shape: Any) -> int | None:
-    """Elements of a shape, or of a list of shapes; None for what is no tensor."""
-    if not isinstance(shape, list) or not shape:
-        return None
-    if all(isinstance(n, int) for n in shape):
-        product = 1
-        for n in shape:
-            product *= max(n, 0)
-        return product
-    parts = [count for one in shape if (count := _count(one)) is not None]
-    return sum(parts) if parts else None
-
-
-def _width(word: str) -> int:
-    return _DTYPE_BYTES.get(word.lower().replace(" ", ""), 0)
-
-
-def _input_type(info: Mapping[str, Any]) -> str:
-    kinds = info.get("Input type")
-    return str(kinds[0]) if isinstance(kinds, list) and kinds else ""
 
 
 def match(

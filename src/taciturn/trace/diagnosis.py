@@ -18,15 +18,28 @@ _BOUND_BY = {
 }
 
 
-def diagnose(mean: StepReport, straggler: Straggler | None, *, alone: bool, exact: bool) -> str:
+def diagnose(
+    mean: StepReport,
+    straggler: Straggler | None,
+    *,
+    alone: float,
+    exact: bool,
+    doubt: str = "",
+) -> str:
     """The sentence.
 
     Args:
         mean: over steps.
         straggler: if there is one.
-        alone: only one rank of a group was given.
+        alone: share of the collectives of which one rank of several is known.
         exact: exposures need no bounds.
+        doubt: why collectives may be missing although none was found.
     """
+    if not mean.collectives and doubt:
+        return (
+            "What this step waits for cannot be told: no collective was found, but there may have "
+            f"been some ({doubt})."
+        )
     if not mean.collectives:
         return (
             "There is no collective in this trace: nothing can be saved by sending less, and the "
@@ -38,7 +51,8 @@ def diagnose(mean: StepReport, straggler: Straggler | None, *, alone: bool, exac
     if not exact:
         saves += f" ({mean.exposed_low_s / step:.1%} to {mean.exposed_high_s / step:.1%})"
     if alone:
-        saves += ", waiting for other ranks included"
+        part = "" if alone == 1 else "partly "
+        saves += f", waiting for other ranks {part}included"
     if straggler is not None:
         return f"{_late(straggler)} {saves}."
     if share < LITTLE:
@@ -47,8 +61,17 @@ def diagnose(mean: StepReport, straggler: Straggler | None, *, alone: bool, exac
 
 
 def _late(one: Straggler) -> str:
-    when = "in the only step" if one.of_steps == 1 else f"in {one.steps} of {one.of_steps} steps"
-    if one.excess:
+    when = (
+        "in the only step"
+        if one.of_steps == 1
+        else f"in the mean step, the latest in {one.steps} of {one.of_steps}"
+    )
+    if one.unrecorded:
+        why = (
+            f" (for {format_seconds(one.excess_s)} more than on the others nothing was recorded "
+            f"between {one.excess})"
+        )
+    elif one.excess:
         why = f" (it spends {format_seconds(one.excess_s)} more than the others in {one.excess!r})"
     else:
         why = ""

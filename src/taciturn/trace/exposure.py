@@ -50,6 +50,7 @@ class Exposures:
         sure: dict[Class, dict[int, int]] = {one: {} for one in classes}
         for meeting, edges in zip(meetings, graph.transfers, strict=True):
             what = class_of(meeting.first)
+            # Those outside of all steps too: had they been instant, no GPU would be so far behind.
             for edge in edges:
                 by_class[what][edge] = 0
                 # One rank cannot tell its transfer from its wait: no less than the shortest is

@@ -204,11 +204,12 @@ def _step_nodes(
         for number in range(count):
             ends[number].append(windows[rank.index, number][1])
         first = rank.view.steps[0].start_ns
+        before = set(rank.view.left_over.tolist())
         steps = rank.view.step_index[list(rank.end)].tolist()
         for (row, node), step in zip(rank.end.items(), steps, strict=True):
             if 0 <= step < count:
                 ends[step].append(node)
-            elif step < 0 and rank.view.called_ns(row) < first:
+            elif row in before or (step < 0 and rank.view.called_ns(row) < first):
                 opening.append(node)
     return ends, opening
 

@@ -67,6 +67,12 @@ class KindRule(NamedTuple):
     category: str
     name: str
     kind: Kind
+    text: str = ""
+    """As the user wrote it; empty for rows of the table."""
+
+    def matches(self, names: Sequence[str]) -> bool:
+        """Whether it is about any of these names."""
+        return any(re.search(self.name, name, re.IGNORECASE) for name in names)
 
 
 _KERNEL = "^(?:kernel|Kernel)$"
@@ -144,7 +150,7 @@ def parse_kind(text: str) -> KindRule:
             f"kind {text!r}: give PATTERN=KIND, with * and ? in the pattern and a kind of "
             f"{', '.join(KIND_WORDS)}; for example *my_allreduce*=comm"
         )
-    return KindRule("", translate(pattern.strip()), KIND_WORDS[word.strip().lower()])
+    return KindRule("", translate(pattern.strip()), KIND_WORDS[word.strip().lower()], text)
 
 
 def classify(category: str, name: str, rules: Sequence[KindRule] = ()) -> Kind:

@@ -51,13 +51,24 @@ class Occupation:
 
     def moving(self, meetings: Sequence[Meeting]) -> Intervals:
         """With one of them under way after all ranks have come, and nothing computed."""
-        return subtract(self._transfers(meetings), self.compute)
+        return subtract(self.transfers(meetings), self.compute)
 
     def computing_beside(self, meetings: Sequence[Meeting]) -> Intervals:
         """With one of them under way after all ranks have come, and something computed."""
-        return intersect(self._transfers(meetings), self.compute)
+        return intersect(self.transfers(meetings), self.compute)
 
-    def _transfers(self, meetings: Sequence[Meeting]) -> Intervals:
+    def waiting(self, meetings: Sequence[Meeting]) -> Intervals:
+        """In one of them before its last rank has come."""
+        spans = [
+            (one.start_ns, min(one.end_ns, max(each.start_ns for each in meeting.members)))
+            for meeting in meetings
+            for one in meeting.members
+            if one.rank == self.view.rank
+        ]
+        return unite([a for a, _ in spans], [b for _, b in spans])
+
+    def transfers(self, meetings: Sequence[Meeting]) -> Intervals:
+        """With one of them under way after all ranks have come."""
         spans = [
             (max(max(each.start_ns for each in meeting.members), one.start_ns), one.end_ns)
             for meeting in meetings

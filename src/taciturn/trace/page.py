@@ -21,6 +21,7 @@ from taciturn.trace.report import (
     Prediction,
     Report,
     StepReport,
+    effect_text,
     size_text,
     title,
 )
@@ -48,8 +49,9 @@ LEGEND = {
     "compute": "computing",
     "overlapped": "transfer beside compute",
     "alone": "transfer without compute",
-    "exposed": "transfer on the critical path: exposed",
+    "critical": "communication on the critical path",
     "waiting": "waiting for the last rank",
+    "late": "all others wait for what this rank does",
     "lone": "waiting or transfer: the other ranks are not here",
     "codec": "encoding and decoding",
     "idle": "idle, or nothing recorded",
@@ -140,12 +142,12 @@ def _steps(steps: Sequence[StepReport], mean: StepReport) -> _Table:
     head = ["step", "window on the CPU", "done in", "replay error", "communication busy"]
     head += ["not overlapped", "overlap", "exposed"]
 
-    def row(name: str, one: StepReport) -> tuple[str, ...]:
+    def row(name: str, one: StepReport, worst: str = "") -> tuple[str, ...]:
         return (
             name,
             _text(one.measured_s),
             _text(one.completed_s),
-            f"{one.replay_error:.1%}",
+            f"{worst}{one.replay_error:.1%}",
             _text(one.busy_s),
             _text(one.not_overlapped_s),
             "n/a" if one.overlap is None else f"{one.overlap:.0%}",
@@ -155,7 +157,7 @@ def _steps(steps: Sequence[StepReport], mean: StepReport) -> _Table:
     shown = steps[:MAX_STEPS]
     rows = [row("whole" if one.step is None else str(one.step), one) for one in shown]
     if len(steps) > 1:
-        rows.append(row("mean", mean))
+        rows.append(row("mean", mean, "worst "))
     return _Table("Steps", head, rows, _more(len(steps), MAX_STEPS))
 
 
@@ -203,7 +205,7 @@ def _ranks(mean: StepReport) -> _Table:
 
 
 def _predictions(all_: Sequence[Prediction]) -> _Table:
-    head = ("what if", "step now", "then", "at least", "at most", "saves")
+    head = ("what if", "step now", "then", "at least", "at most", "effect")
     rows = [
         (
             one.what,
@@ -211,7 +213,7 @@ def _predictions(all_: Sequence[Prediction]) -> _Table:
             _text(one.step_s),
             _text(one.low_s),
             _text(one.high_s),
-            f"{1 - one.step_s / one.base_s:.1%}" if one.base_s > 0 else "n/a",
+            effect_text(one),
         )
         for one in all_
     ]

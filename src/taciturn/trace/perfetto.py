@@ -1,7 +1,8 @@
 """All ranks' traces in one file on one clock, with what was found, for the Perfetto viewer.
 
 A rank is a process, with its threads and streams as they were; two more tracks show the critical
-path and what of it is exposed. The format is Chrome's trace JSON, gzipped.
+path and what of it is communication. The format is Chrome's trace JSON, gzipped if the name of the
+file ends in ``.gz``.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import gzip
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import orjson
 
@@ -24,7 +25,7 @@ from taciturn.trace.view import View
 __all__ = ["Written", "write_perfetto"]
 
 DAY_NS = 86_400 * 10**9  # what lies further off has a broken clock, and would stretch the picture
-CRITICAL, EXPOSED = 1, 2  # threads of the process that shows what was found
+CRITICAL, COMMUNICATION = 1, 2  # threads of the process that shows what was found
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def write_perfetto(analysis: Analysis, path: Path) -> Written:
 
     Args:
         analysis: from :func:`taciturn.trace.analyse`; its files must still be there.
-        path: is replaced.
+        path: is replaced; gzipped if it ends in ``.gz``.
 
     Raises:
         InputError: a file cannot be read any more, or ``path`` not be written.
@@ -59,7 +60,7 @@ def write_perfetto(analysis: Analysis, path: Path) -> Written:
     base = min(int(view.start_ns.min()) for view in analysis.views)
     part = path.with_name(path.name + ".part")
     try:
-        with gzip.open(part, "wb", compresslevel=3) as file:
+        with _open(part, packed=path.suffix == ".gz") as file:
             written = _write(analysis, base, file)
         part.replace(path)
     except OSError as error:
@@ -73,7 +74,11 @@ def write_perfetto(analysis: Analysis, path: Path) -> Written:
     return written
 
 
-def _write(analysis: Analysis, base: int, file: gzip.GzipFile) -> Written:
+def _open(path: Path, *, packed: bool) -> IO[bytes]:
+    return cast("IO[bytes]", gzip.open(path, "wb", compresslevel=3)) if packed else path.open("wb")
+
+
+def _write(analysis: Analysis, base: int, file: IO[bytes]) -> Written:
     head = {"schemaVersion": 1, "displayTimeUnit": "ms", "baseTimeNanoseconds": base}
     file.write(orjson.dumps(head)[:-1] + b',"traceEvents":[\n')
     found = list(_found(analysis, base))
@@ -102,7 +107,7 @@ def _found(analysis: Analysis, base: int) -> Iterator[dict[str, Any]]:
     yield _name("process_name", process, 0, "taciturn: what the steps wait for")
     yield _name("process_sort_index", process, 0, -1)
     yield _name("thread_name", process, CRITICAL, "critical path")
-    yield _name("thread_name", process, EXPOSED, "exposed")
+    yield _name("thread_name", process, COMMUNICATION, "communication on the critical path")
     for one in analysis.path:
         view = analysis.views[one.view] if one.view >= 0 else None
         arguments: dict[str, Any] = {"kind": one.kind}
@@ -112,7 +117,7 @@ def _found(analysis: Analysis, base: int) -> Iterator[dict[str, Any]]:
         if view is not None and one.row >= 0 and one.kind not in ("launch", "idle"):
             arguments["event"] = view.trace.name(one.row)
             name = f"{one.kind}: {arguments['event']}"
-        for thread in (CRITICAL, EXPOSED) if one.kind == "communication" else (CRITICAL,):
+        for thread in (CRITICAL, COMMUNICATION) if one.kind == "communication" else (CRITICAL,):
             yield {
                 "ph": "X",
                 "cat": "taciturn",

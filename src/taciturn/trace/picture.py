@@ -135,7 +135,7 @@ def draw(analysis: Analysis) -> Picture:
     start = min([step.start_ns for step in windows] + [analysis.bounds_ns[index][0]])
     end = max([step.end_ns for step in windows] + [analysis.bounds_ns[index][1]])
     shown = _shown(analysis, start, end)
-    rows = [_row(analysis, place, start, end) for place in shown]
+    rows = [_row(analysis, place, start, end, analysis.bounds_ns[index]) for place in shown]
     return Picture(
         step=steps[index],
         rows=tuple(rows),
@@ -155,7 +155,8 @@ def _shown(analysis: Analysis, start: int, end: int) -> list[int]:
     return sorted(sorted(on_path, key=lambda view: -on_path[view])[:MAX_RANKS])
 
 
-def _row(analysis: Analysis, place: int, start: int, end: int) -> Row:
+def _row(analysis: Analysis, place: int, start: int, end: int, bounds: tuple[int, int]) -> Row:
+    """A rank's strips from ``start`` to ``end``, and of the path what lies in the step's bounds."""
     occupation = analysis.occupations[place]
     view = occupation.view
 
@@ -166,7 +167,7 @@ def _row(analysis: Analysis, place: int, start: int, end: int) -> Row:
     if view.on_gpu:
         strips.insert(0, Strip("CPU", (layer("launch", view.busy(view.main_lane)),)))
     waiting, moving, lone, hints = _communication(analysis, occupation, start, end)
-    exposed = _on_path(analysis, place, "communication")
+    critical = _on_path(analysis, place, "communication").clip(*bounds)
     strips.append(
         Strip(
             "communication",
@@ -175,14 +176,18 @@ def _row(analysis: Analysis, place: int, start: int, end: int) -> Row:
                 layer("lone", lone),
                 layer("alone", subtract(moving, occupation.compute)),
                 layer("overlapped", intersect(moving, occupation.compute)),
-                layer("exposed", exposed),
+                layer("critical", critical),
             ),
             hints,
         )
     )
     kinds = ("compute", "launch", "codec", "communication", "waiting", "idle")
-    shades = {"communication": "exposed"}
-    path = [layer(shades.get(kind, kind), _on_path(analysis, place, kind)) for kind in kinds]
+    # The path runs on the rank that is waited for.
+    shades = {"communication": "critical", "waiting": "late"}
+    path = [
+        layer(shades.get(kind, kind), _on_path(analysis, place, kind).clip(*bounds))
+        for kind in kinds
+    ]
     strips.append(Strip("critical path", tuple(path)))
     return Row(view.rank, tuple(strips))
 

@@ -17,11 +17,19 @@ from taciturn.errors import InputError
 from taciturn.trace.events import Events, Flows, Group, Label, Lane, Loss, Queue, Trace
 from taciturn.trace.kinds import GPU_WORK, Kind, KindRule, classify
 from taciturn.trace.scan import Scan
+from taciturn.units import format_seconds
 
 __all__ = ["base_ns", "find_files", "read", "read_all"]
 
 MAX_NS = 4 * 10**18  # the year 2096; sums of two stay below 2^63
 MAX_SPAN_NS = 86_400 * 10**9  # no profile is a day long: what lies further off has a broken clock
+MAX_RANKS = 10**6  # of a group; more is a broken number
+# An event that alone, or with few others of its thread, makes a recording so many times longer is
+# one whose time is broken. A kernel may well wait for seconds; but then others end with it, or soon
+# after.
+FAR_TIMES = 100
+FAR_NS = 10**9
+FEW_OF = 100  # few: one of so many
 _RANK_IN_NAME = re.compile(r"(?:rank|worker|(?<![a-z])r)[-_.]?(\d+)", re.IGNORECASE)
 _TRACE_FILE = re.compile(r"\.json(?:\.gz|\.zip)?$|\.zip$", re.IGNORECASE)
 # Rows whose arguments are kept: what says which collective it is, and who waits for whom.
@@ -289,6 +297,11 @@ def _finish(path: Path, scan: Scan, columns: _Columns, loss: Loss, rank: int | N
     base = base_ns(metadata)
     start, duration = _ns(columns.start_us), _ns(columns.duration_us)
     notes: list[str] = []
+    written = metadata.get("baseTimeNanoseconds", 0)
+    if not base and str(written).strip() != "0":
+        notes.append(
+            f"baseTimeNanoseconds is {str(written)[:40]!r}, which is no time: times count from 0"
+        )
     kinds = np.array([label.kind for label in columns.label_list] or [Kind.UNKNOWN], np.uint8)
     label = np.frombuffer(columns.label, np.int32) if columns.label else np.empty(0, np.int32)
     keep = _plausible(start, duration)
@@ -296,6 +309,15 @@ def _finish(path: Path, scan: Scan, columns: _Columns, loss: Loss, rank: int | N
         loss = replace(loss, events_odd=loss.events_odd + dropped)
     if loss.events_odd:
         notes.append(f"{loss.events_odd} events have no usable time, or one a day off: not used")
+    far, reach_ns = _far_off(start, start + duration, _column(columns.lane, np.int32), keep)
+    if len(far):
+        names = dict.fromkeys(columns.label_list[label[row]].name for row in far.tolist())
+        notes.append(
+            f"{len(far)} events reach {format_seconds(reach_ns / 1e9)} away from all others, which "
+            f"no thread or stream beside theirs does: not used ({', '.join([*names][:3])})"
+        )
+        loss = replace(loss, events_odd=loss.events_odd + len(far))
+        keep[far] = False
     if negative := int((duration[keep] < 0).sum()):
         notes.append(f"{negative} events have a negative duration: taken as zero")
     duration = np.maximum(duration, 0)
@@ -366,6 +388,33 @@ def _plausible(start: Any, duration: Any) -> np.ndarray[Any, np.dtype[np.bool_]]
     return kept
 
 
+def _far_off(
+    start: Any, end: Any, lane: Any, keep: Any
+) -> tuple[np.ndarray[Any, np.dtype[np.int64]], int]:
+    """Rows of few events, all of one thread or stream, that reach far beyond all others.
+
+    Returns:
+        The rows, and how far the nearest of them reaches from the middle of the recording, in ns.
+    """
+    none: np.ndarray[Any, np.dtype[np.int64]] = np.empty(0, np.int64)
+    rows = np.flatnonzero(keep)
+    if len(rows) < 2:
+        return none, 0
+    middle = np.median(start[rows])
+    reach = np.maximum(np.abs(start[rows] - middle), np.abs(end[rows] - middle))
+    few = max(1, len(rows) // FEW_OF)
+    last = np.argpartition(reach, -few - 1)[-few - 1 :]
+    last = last[np.argsort(reach[last])[::-1]]
+    furthest = reach[last]
+    jumps = np.flatnonzero(furthest[:-1] > np.maximum(FAR_NS, FAR_TIMES * furthest[1:]))
+    if not len(jumps):
+        return none, 0
+    far = rows[last[: int(jumps[-1]) + 1]]
+    if len(np.unique(lane[far])) > 1:
+        return none, 0
+    return far, int(furthest[jumps[-1]])
+
+
 def _loss_note(loss: Loss) -> str:
     counted = (
         f" ({loss.events_lost} events and {loss.bytes_lost} bytes at least)"
@@ -391,9 +440,11 @@ def _positive(value: Any) -> int | None:
 
 
 def _rank(path: Path, info: Mapping[str, Any], given: int | None, notes: list[str]) -> int | None:
-    if given is not None:
-        return given
     said = _whole(info.get("rank", -1))
+    if given is not None:
+        if said not in (-1, given):
+            notes.append(f"the file says that it is of rank {said}: taken as {given}, as was asked")
+        return given
     if said >= 0:
         return said
     if named := _RANK_IN_NAME.search(path.name):
@@ -412,7 +463,7 @@ def _groups(info: Mapping[str, Any]) -> dict[str, Group]:
         if isinstance(one, dict) and "pg_name" in one:
             name = str(one["pg_name"])
             ranks = parse_ranks(one.get("ranks"))
-            size = _positive(one.get("pg_size")) or len(ranks)
+            size = min(_positive(one.get("pg_size")) or len(ranks), MAX_RANKS)
             groups[name] = Group(name, str(one.get("pg_desc", "")), size, ranks)
     return groups
 
@@ -445,7 +496,9 @@ def _number(traces: list[Trace], notes: list[str]) -> list[Trace]:
         if trace.rank is None:
             free = next(number for number in range(len(traces) + 1) if number not in taken)
             taken[free] = trace.path
-            notes.append(f"{trace.path.name}: neither the file nor its name says a rank: {free} it")
+            notes.append(
+                f"{trace.path.name}: neither the file nor its name says a rank: taken as {free}"
+            )
             numbered.append(replace(trace, rank=free))
         else:
             numbered.append(trace)

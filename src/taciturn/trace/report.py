@@ -17,6 +17,7 @@ __all__ = [
     "Report",
     "StepReport",
     "Straggler",
+    "effect_text",
     "size_text",
     "title",
 ]
@@ -54,8 +55,8 @@ class CollectiveRow:
         bytes: of each one's buffer; None if the files do not say.
         busy_s: the time in which at least one of them was under way.
         not_overlapped_s: the part of it in which the rank computed nothing.
-        waiting_s: sum over them of the last rank's arrival minus the own; None for one rank alone.
-        transfer_s: sum of end minus last arrival; None for one rank alone.
+        waiting_s: in at least one of them before its last rank has come; None for one rank alone.
+        transfer_s: with one under way after its last rank has come; None for one rank alone.
         exposed_s: what the step would be shorter by, were their transfers instant.
         exposed_low_s: with only those waits that are certain.
         exposed_high_s: not more than this.
@@ -85,7 +86,7 @@ class RankRow:
         measured_s: length of the step's window on the CPU.
         busy_s: with a collective under way.
         overlapped_s: the part of it in which the rank computed.
-        waiting_s: sum over collectives; None for one rank alone.
+        waiting_s: in at least one collective before its last rank has come; None if alone.
         compute_s: with compute of the step under way; on a GPU, what was launched in it.
         late_s: how long after the median of the others it came, where it was last and latest.
     """
@@ -110,7 +111,7 @@ class StepReport:
         completed_s: from when all was done that the step before had begun, on all ranks and
             streams, to when all of this one was. Exposures are differences of it.
         completed_replayed_s: the same in the replay.
-        replay_error: the larger relative error of the two.
+        replay_error: the larger relative error of the two; of the mean, the largest of all steps.
         busy_s: mean over ranks of the time with any collective under way.
         not_overlapped_s: the part of it without compute.
         overlap: the share of it with compute; None without collectives.
@@ -145,11 +146,14 @@ class Straggler:
 
     Attributes:
         rank: which.
-        late_s: median over steps: its arrival after the median of the others, at its latest.
+        late_s: mean over all steps of :attr:`RankRow.late_s`: its arrival after the median of the
+            others, in the collective to which it came latest; 0 in a step where others came last.
         steps: in so many steps it was the latest.
         of_steps: of so many.
-        excess: the range or pause that takes more time there than on the others; empty if none.
-        excess_s: how much more, median over steps.
+        excess: the range that takes more time there than on the others, or the two events between
+            which nothing was recorded for longer; empty if neither explains a third of it.
+        excess_s: how much more, mean over steps.
+        unrecorded: it is a pause.
     """
 
     rank: int
@@ -158,6 +162,7 @@ class Straggler:
     of_steps: int
     excess: str
     excess_s: float
+    unrecorded: bool = False
 
 
 @dataclass(frozen=True)
@@ -227,6 +232,14 @@ def title(report: Report) -> str:
     steps = len(report.steps)
     backend = f", {report.backend}" if report.backend else ""
     return f"{who}{backend}, {steps} step{'s' if steps != 1 else ''}"
+
+
+def effect_text(one: Prediction) -> str:
+    """Return what a change saves or costs, as a share of the step."""
+    if not one.base_s > 0:
+        return "n/a"
+    share = 1 - one.step_s / one.base_s
+    return f"saves {max(share, 0.0):.1%}" if share > -0.0005 else f"costs {-share:.1%}"
 
 
 def size_text(value: int | None) -> str:

@@ -105,7 +105,7 @@ class Scan:
                     yield block
 
     def _gunzip(self, file: io.BufferedReader) -> Iterator[bytes]:
-        stream = zlib.decompressobj(wbits=31)
+        stream = before = zlib.decompressobj(wbits=31)
         rest = b""
         try:
             while True:
@@ -116,13 +116,20 @@ class Scan:
                     if not rest.startswith(b"\x1f\x8b"):
                         break
                     stream = zlib.decompressobj(wbits=31)
+                before = stream.copy()
                 # Bounded: a block of blanks may grow a thousandfold.
                 text = stream.decompress(rest, BLOCK_BYTES)
                 rest = stream.unused_data if stream.eof else stream.unconsumed_tail
                 if text:
                     yield text
         except zlib.error as error:
-            self.reasons.append(f"the compressed data is damaged ({error}); what follows is lost")
+            yield from _until_damage(before, rest)
+            wrong = "incorrect data check" in str(error) or "incorrect length check" in str(error)
+            self.reasons.append(
+                "the text differs from its checksum: some of it may be wrong"
+                if wrong
+                else f"the compressed data is damaged ({error}); what follows is lost"
+            )
             return
         if not stream.eof:
             self.reasons.append("the compressed file is cut short; what follows is lost")
@@ -281,6 +288,21 @@ class Scan:
                 self.reasons.append(f"events that are no valid JSON were left out; first {shown!r}")
             self.bytes_lost += len(lost)
             self.events_lost += 1
+
+
+def _until_damage(stream: Any, packed: bytes) -> Iterator[bytes]:
+    """What a stream makes of data in which an error is, up to that error; byte by byte."""
+    text = bytearray()
+    for place in range(len(packed)):
+        try:
+            text += stream.decompress(packed[place : place + 1])
+        except zlib.error:
+            break
+        if len(text) >= BLOCK_BYTES:
+            yield bytes(text)
+            text.clear()
+    if text:  # nothing would be the end of all
+        yield bytes(text)
 
 
 class _Found(NamedTuple):

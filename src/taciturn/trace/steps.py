@@ -13,11 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from taciturn.trace.events import Trace
-from taciturn.trace.kinds import Kind
+from taciturn.trace.kinds import GPU_WORK, Kind
 
-__all__ = ["Step", "launch_rows", "step_of_rows", "steps_of"]
+__all__ = ["Step", "launch_rows", "left_over", "step_of_rows", "steps_of"]
 
-_STEP = re.compile(r"^ProfilerStep\s*#\s*(\d+)")
+_STEP = re.compile(r"^ProfilerStep\s*#\s*(\d{1,18})(?!\d)")  # 18 digits fit 64 bits
+
+
+_GRAPH = re.compile(r"Graph_?Launch", re.IGNORECASE)
+MAX_PER_LAUNCH = 8  # works of one launch, but for graphs; more is a number that joins nothing
 
 
 class Step(NamedTuple):
@@ -72,6 +76,11 @@ def launch_rows(trace: Trace) -> NDArray[np.int64]:
     place = np.minimum(np.searchsorted(keys, events.correlation[work]), len(keys) - 1)
     matched = keys[place] == events.correlation[work]
     found[work[matched]] = calls[order][place[matched]]
+    graphs = [label for label, one in enumerate(trace.labels) if _GRAPH.search(one.name)]
+    joined = work[matched & np.isin(events.kind[work], GPU_WORK)]
+    launchers, counts = np.unique(found[joined], return_counts=True)
+    many = launchers[(counts > MAX_PER_LAUNCH) & ~np.isin(events.label[launchers], graphs)]
+    found[np.isin(found, many)] = -1
     return found
 
 
@@ -84,8 +93,30 @@ def step_of_rows(
     known = launches >= 0
     time = events.start_ns.copy()
     time[known] = events.start_ns[launches[known]]
+    before = left_over(trace, launches)
     starts = np.array([step.start_ns for step in steps], np.int64)
     ends = np.array([step.end_ns for step in steps], np.int64)
     index = np.searchsorted(starts, time, side="right") - 1
     inside = (index >= 0) & (time <= ends[np.maximum(index, 0)])
+    inside[before] = False
     return np.where(inside, index, -1).astype(np.int64)
+
+
+def left_over(trace: Trace, launches: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Rows of work that was launched before the recording began.
+
+    Its launch is not in the file, and it comes before anything on its stream whose launch is. A
+    file with a launch of a graph tells nothing, as the graph's kernels may have no launch either.
+    """
+    events = trace.events
+    graphs = [label for label, one in enumerate(trace.labels) if _GRAPH.search(one.name)]
+    work = np.flatnonzero((events.queue >= 0) & np.isin(events.kind, GPU_WORK))
+    if not len(work) or np.isin(events.label, graphs).any():
+        return np.empty(0, np.int64)
+    known = work[launches[work] >= 0]
+    first = np.full(int(events.queue.max()) + 1, np.iinfo(np.int64).min)
+    # Rows come by start: of each stream the first stays.
+    queues, places = np.unique(events.queue[known], return_index=True)
+    first[queues] = events.start_ns[known[places]]
+    unknown = work[launches[work] < 0]
+    return unknown[events.start_ns[unknown] < first[events.queue[unknown]]].astype(np.int64)

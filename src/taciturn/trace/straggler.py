@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from statistics import median
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean, median
+
+import numpy as np
 
 from taciturn.trace.collectives import Meeting
 from taciturn.trace.kinds import Kind
 from taciturn.trace.report import Straggler
 from taciturn.trace.timeline import subtract, unite
-from taciturn.trace.view import View
+from taciturn.trace.view import CPU_KINDS, View
 
 __all__ = ["find_straggler", "lateness"]
 
 LEAST_SHARE = 0.02  # of the step: less is not worth a name
 LEAST_NS = 100_000  # nor is less than the error of clocks
+EXPLAINS = 1 / 3  # of its lateness: less is not the cause
 MOSTLY = 0.75  # of the steps: two of three happen by chance
 
 
@@ -60,32 +63,49 @@ def find_straggler(
     rank = max(by_rank, key=lambda one: (len(by_rank[one]), sum(by_rank[one])))
     if len(by_rank[rank]) < MOSTLY * len(late):
         return None
-    name, more = _excess(views, rank)
+    # In steps without any meeting nobody is late, but they count in the mean of the table.
+    count = min(len(view.steps) for view in views)
+    late_ns = sum(ranks.get(rank, 0) for ranks in late.values()) / count
+    name, more, unrecorded = _cause(views, rank, EXPLAINS * late_ns)
     return Straggler(
         rank=rank,
-        late_s=median(by_rank[rank]) / 1e9,
+        late_s=late_ns / 1e9,
         steps=len(by_rank[rank]),
         of_steps=len(late),
         excess=name,
         excess_s=more / 1e9,
+        unrecorded=unrecorded,
     )
 
 
-def _excess(views: Sequence[View], rank: int) -> tuple[str, float]:
-    """The range whose own time exceeds that of the others most, and by how much, in ns."""
+def _cause(views: Sequence[View], rank: int, least_ns: float) -> tuple[str, float, bool]:
+    """The range, else the pause, that is longer there by so much; by how much; is it a pause?"""
+    name, more = _excess(views, rank, _own_times)
+    if more >= max(least_ns, LEAST_NS):
+        return name, more, False
+    name, more = _excess(views, rank, _pauses)
+    if more >= max(least_ns, LEAST_NS):
+        return name, more, True
+    return "", 0.0, False
+
+
+def _excess(
+    views: Sequence[View], rank: int, times_of: Callable[[View, int], dict[str, int]]
+) -> tuple[str, float]:
+    """The name whose time exceeds that of the others most, and by how much in the mean, in ns."""
     count = min(len(view.steps) for view in views)
     own: list[dict[str, int]] = []
     others: list[list[dict[str, int]]] = [[] for _ in range(count)]
     for view in views:
         for index in range(count):
-            times = _own_times(view, index)
+            times = times_of(view, index)
             if view.rank == rank:
                 own.append(times)
             else:
                 others[index].append(times)
     names = {name for times in own for name in times}
     more = {
-        name: median(
+        name: fmean(
             own[index].get(name, 0) - median([times.get(name, 0) for times in others[index]] or [0])
             for index in range(count)
         )
@@ -94,7 +114,26 @@ def _excess(views: Sequence[View], rank: int) -> tuple[str, float]:
     if not more:
         return "", 0.0
     name = max(more, key=lambda one: more[one])
-    return (name, float(more[name])) if more[name] >= LEAST_NS else ("", 0.0)
+    return name, float(more[name])
+
+
+def _pauses(view: View, index: int) -> dict[str, int]:
+    """Time of the main thread in which nothing was recorded, by the events round it; one step."""
+    step = view.steps[index]
+    events = view.events
+    rows = np.flatnonzero((events.lane == view.main_lane) & np.isin(events.kind, CPU_KINDS))
+    inside = (view.start_ns[rows] < step.end_ns) & (view.end_ns[rows] > step.start_ns)
+    rows = rows[inside]
+    if not len(rows):
+        return {}
+    reach = np.maximum.accumulate(view.end_ns[rows])
+    times: dict[str, int] = defaultdict(int)
+    for place in np.flatnonzero(view.start_ns[rows[1:]] - reach[:-1] >= LEAST_NS).tolist():
+        # The outermost event before the pause: what it holds ended earlier, or with it.
+        before = rows[: place + 1][view.end_ns[rows[: place + 1]] == reach[place]][0]
+        words = f"{view.trace.name(int(before))!r} and {view.trace.name(int(rows[place + 1]))!r}"
+        times[words] += int(view.start_ns[rows[place + 1]] - reach[place])
+    return times
 
 
 def _own_times(view: View, index: int) -> dict[str, int]:

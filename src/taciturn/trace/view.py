@@ -13,7 +13,7 @@ from taciturn.trace.clock import Correction
 from taciturn.trace.collectives import Collective
 from taciturn.trace.events import Events, Trace
 from taciturn.trace.kinds import GPU_WORK, Kind
-from taciturn.trace.steps import Step, launch_rows, step_of_rows
+from taciturn.trace.steps import Step, launch_rows, left_over, step_of_rows
 from taciturn.trace.timeline import Intervals, unite
 
 __all__ = ["CPU_KINDS", "View"]
@@ -47,6 +47,7 @@ class View:
         steps: windows on the common clock.
         collectives: on the common clock, by call.
         launches: for each event the row of the call that launched it, or -1.
+        left_over: rows of work that was launched before the recording began.
         step_index: for each event the index of its step, or -1.
         work: rows of all work on streams, by start.
     """
@@ -77,6 +78,7 @@ class View:
         kept = [s for s in steps if keep is None or s.number in keep]
         self.steps = [Step(s.number, fix.at(s.start_ns), fix.at(s.end_ns), s.lane) for s in kept]
         self.launches = launch_rows(trace)
+        self.left_over = left_over(trace, self.launches)
         index = step_of_rows(trace, list(steps), self.launches)
         new = np.full(len(steps) + 1, -1, np.int64)
         for place, step in enumerate(steps):

@@ -34,14 +34,17 @@ from taciturn.units import format_seconds
 __all__ = ["Change", "CodecCost", "Link", "fit_link", "parse_change", "predict", "read_codecs"]
 
 _HELP = (
-    'give one like "all_reduce bytes/2", "all_reduce = 0", "bandwidth*4", "latency/2" or '
-    '"method=quantized:bits=8"; without a collective it is about all of them'
+    'give one like "all_reduce bytes/2", "all_reduce = 0", "bandwidth*4", "latency/2", '
+    '"latency = 0" or "method=quantized:bits=8"; without a collective it is about all of them'
 )
 _NAME = r"(?:(?P<name>[a-z_]+)\s+)?"
 _SCALE = re.compile(
     rf"{_NAME}(?P<what>bytes|bandwidth|latency)\s*(?P<sign>[*/])\s*(?P<factor>[0-9.eE+-]+)"
 )
-_ZERO = re.compile(r"(?:(?P<name>[a-z_]+)\s*)?=\s*0(?:\.0*)?")
+_ZERO = re.compile(
+    r"(?:(?P<name>(?!(?:bytes|latency|bandwidth)\s*=)[a-z_]+)\s*)?(?P<what>bytes|latency)?"
+    r"\s*=\s*0(?:\.0*)?"
+)
 _METHOD = re.compile(r"method\s*=\s*(?P<method>\S.*)")
 
 
@@ -93,6 +96,8 @@ class Link:
             value = getattr(self, name)
             if value is not None and not 0 <= value < 1e6:
                 raise InputError(f"{name} is {value!r}; give seconds from 0 on")
+        if self.given and self.alpha_s == self.beta_s_per_byte == 0:
+            raise InputError("alpha_s and beta_s_per_byte are both 0: give one that is not")
 
 
 @dataclass(frozen=True)
@@ -124,8 +129,9 @@ def parse_change(text: str) -> Change:
     if found := _METHOD.fullmatch(plain):
         return Change(plain, name="all_reduce", method=_canonical(found["method"]))
     if found := _ZERO.fullmatch(plain):
-        name = found["name"] or ""
-        return Change(plain, "" if name == "all" else name, 0.0, 0.0)
+        name, what = found["name"] or "", found["what"]
+        name = "" if name == "all" else name
+        return Change(plain, name, float(what == "latency"), float(what == "bytes"))
     found = _SCALE.fullmatch(plain)
     try:
         factor = float(found["factor"]) if found else 0.0
@@ -341,7 +347,8 @@ class _Scaling:
         self.bytes_factor = cost.bytes_ratio if cost else change.bytes_factor
         self.latency_factor = change.latency_factor
         self.link = link
-        self.moved_s = (link.beta_s_per_byte or 0.0) * size
+        known = link.beta_s_per_byte is not None and size > 0
+        self.moved_s = (link.beta_s_per_byte or 0.0) * size if known else None
         self.shortest = shortest
 
     def _at(self, transfer: int, alpha: int) -> int:
@@ -351,13 +358,16 @@ class _Scaling:
     def likely(self, transfer: int) -> int:
         """With the latency that the link says; of both its numbers, that share of the time."""
         alpha_s = self.link.alpha_s
-        if alpha_s is None:
-            alpha = transfer - round(1e9 * self.moved_s) if self.moved_s else 0
-        elif self.moved_s:
+        if self.moved_s is None:
+            alpha = round(1e9 * (alpha_s or 0.0))
+        elif alpha_s is None:
+            alpha = transfer - round(1e9 * self.moved_s)
+        elif alpha_s + self.moved_s > 0:
             alpha = round(transfer * alpha_s / (alpha_s + self.moved_s))
         else:
-            alpha = round(1e9 * alpha_s)
-        return self._at(transfer, max(0, min(alpha, self.shortest)))
+            alpha = 0
+        # What was fitted need not be true of the shortest; what was given is.
+        return self._at(transfer, max(0, alpha if self.link.given else min(alpha, self.shortest)))
 
     def _possible(self, transfer: int) -> list[int]:
         """With all that ``alpha`` may be, unless it was given: from nothing to the shortest."""
@@ -459,7 +469,7 @@ def _notes(
     change: Change, links: Mapping[str, Link], names: set[str], edges: _Edges
 ) -> tuple[str, ...]:
     notes = []
-    if change.bytes_factor == 0:
+    if change.bytes_factor == change.latency_factor == 0:
         return ()
     about = [name for name in sorted(names) if not change.name or name == change.name]
     for name in about:
@@ -468,6 +478,11 @@ def _notes(
             notes.append(
                 f"{name}: too few sizes to tell latency from bandwidth: taken as bandwidth, and "
                 f"the bounds hold up to {MAX_ALPHA_NS // 10**6} ms of latency a call (--alpha)"
+            )
+        elif change.latency_factor != 1 and not alpha and not links[name].given:
+            notes.append(
+                f"{name}: its sizes show no latency, so a change of it changes nothing but the "
+                "bounds: give --alpha"
             )
         else:
             rate = f", {1e-9 / beta:.3g} GB/s" if beta else ""
