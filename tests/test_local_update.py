@@ -584,6 +584,9 @@ DAMAGES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "fewer fragments": lambda state: state["fragments"].pop(),
     "no outer": lambda state: state["fragments"][0].update(outer={}),
     "outer of others' groups": lambda state: state["fragments"][0]["outer"].update(param_groups=[]),
+    "another outer": lambda state: state["fragments"][1]["outer"]["param_groups"][0].pop(
+        "momentum"
+    ),
     "steps of text": lambda state: state.update(steps="4"),
     "another time": lambda state: state.update(steps=4),
     "another anchor": lambda state: state["fragments"][0]["anchor"]["a.weight"].add_(1),
@@ -760,7 +763,8 @@ def _refused(kind: str) -> tuple[str, str]:
         *((kind, "this state is damaged") for kind in ("no anchor", "anchor of text", "no outer")),
         ("fewer fragments", "this state is damaged"),
         ("anchor not finite", "'b.bias' is not finite"),
-        ("outer of others' groups", "the state of the outer optimizer"),
+        ("outer of others' groups", "is another than the SGD here"),
+        ("another outer", "is another than the SGD here"),
         ("steps of text", "steps='4'"),
         ("another time", "in steps: 0 on rank 0, 4 on rank 1"),
         ("another anchor", "in the anchor of fragment 0"),

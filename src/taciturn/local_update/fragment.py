@@ -83,10 +83,15 @@ class Fragment:
                 )
             if not saved["anchor"][name].isfinite().all():
                 raise InputError(f"{name!r} is not finite in this state: take an older one")
-        outer = type(self.outer).__name__
-        groups = [len(group["params"]) for group in saved["outer"]["param_groups"]]
-        if groups != [len(group["params"]) for group in self.outer.param_groups]:
-            raise InputError(f"the state of the outer optimizer is not that of a {outer} here")
+        saved_groups = saved["outer"]["param_groups"]
+        lengths = [len(group["params"]) for group in saved_groups]
+        if lengths != [len(group["params"]) for group in self.outer.param_groups] or any(
+            set(self.outer.defaults) - set(group) for group in saved_groups
+        ):
+            raise InputError(
+                "the outer optimizer in this state is another than the "
+                f"{type(self.outer).__name__} here: resume with the outer= that it was saved with"
+            )
         for place, state in saved["outer"]["state"].items():
             anchor = list(self.anchor.values())[place]
             for key, value in state.items():

@@ -484,6 +484,8 @@ class LocalUpdate:
     def load_state_dict(self, state: dict[str, Any], *, other_ranks: bool = False) -> None:
         """Restore what :meth:`state_dict` returned. Call it on every rank, before the loop.
 
+        The outer optimizer's hyperparameters become those of the state.
+
         Args:
             state: of this rank.
             other_ranks: the number of ranks may have changed, as when one was lost: parameters go
