@@ -74,9 +74,10 @@ def test_names_do_not_steer_the_terminal(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("option", ["--codecs", "--alpha", "--beta"])
-def test_options_of_a_change_need_one(run: Run, option: str) -> None:
+def test_options_of_a_change_need_one(run: Run, tmp_path: Path, option: str) -> None:
     """Without --what-if they would do nothing, silently."""
-    status, _, err = run(*own("onebucket"), option, "1")
+    table = write(tmp_path / "codecs.json", {})
+    status, _, err = run(*own("onebucket"), option, table if option == "--codecs" else 1)
     assert status == 2
     assert f"{option} is about a change" in err
 

@@ -473,11 +473,11 @@ def _trace(
     from taciturn.trace.table import render
 
     changes = [parse_change(one) for one in what_if or ()]
+    table = read_codecs(codecs) if codecs is not None else {}
+    link = None if alpha is None and beta is None else Link(alpha, beta)
     for option, value in (("--codecs", codecs), ("--alpha", alpha), ("--beta", beta)):
         if value is not None and not changes:
             raise InputError(f"{option} is about a change: say which, with --what-if")
-    table = read_codecs(codecs) if codecs is not None else {}
-    link = None if alpha is None and beta is None else Link(alpha, beta)
     rules = [parse_kind(one) for one in kind or ()]
     analysis = analyse(paths, ranks=rank or (), rules=rules, strict=strict)
     report = predict(analysis, changes, link=link, codecs=table)

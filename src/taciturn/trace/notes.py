@@ -71,7 +71,7 @@ def reasons_for_bounds(
         )
     if share := alone_share(meetings):
         which = (
-            "of one rank alone"
+            "of one rank alone,"
             if len(views) == 1
             else f"of {share:.0%} of the collectives only one rank is known (others were not "
             "given, not matched, or have no common clock):"
