@@ -16,6 +16,8 @@ import torch
 from hypothesis import settings
 
 from ranks import Ranks
+from taciturn import cli
+from taciturn.ranks import launch
 
 torch.set_num_threads(1)
 # What tests start has to end by these signals, also where the tests themselves run in the
@@ -60,3 +62,27 @@ def new_ranks() -> Iterator[Callable[[int], Ranks]]:
     yield make
     for ranks in made:
         ranks.close()
+
+
+@pytest.fixture(autouse=True)
+def _silent_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That loops are being compiled is told after a second: a busy machine must not decide it."""
+    monkeypatch.setattr(launch, "COMPILING_AFTER_S", 86400.0)
+
+
+@pytest.fixture
+def command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[int, str, str]]:
+    """Runs ``taciturn ARGUMENTS`` on a terminal of 80 columns: status, output, errors."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.delenv("RANK", raising=False)
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            cli.main([*map(str, arguments)])
+        printed = capsys.readouterr()
+        assert isinstance(ended.value.code, int)
+        return ended.value.code, printed.out, printed.err
+
+    return run

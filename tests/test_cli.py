@@ -182,8 +182,6 @@ def test_errors_become_one_line_and_a_status(
     status: int,
 ) -> None:
     """Wrong input exits with 2 and a failed run with 1, each with its message and no traceback."""
-    # A first start on a busy machine says that it compiles, which is no matter here.
-    monkeypatch.setattr("taciturn.ranks.launch.COMPILING_AFTER_S", 1e6)
     monkeypatch.setattr(taciturn.bench, "bench", Recorder(kind("this [bold]went[/bold] wrong")))
     assert run("bench") == (status, "", "taciturn: error: this [bold]went[/bold] wrong\n")
 

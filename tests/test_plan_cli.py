@@ -6,13 +6,13 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from link_files import make_link
-from taciturn import cli
 from taciturn.plan import CANDIDATES
 
 Run = Callable[..., tuple[int, str, str]]
@@ -28,19 +28,9 @@ def link(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(command: Run) -> Run:
     """Runs ``taciturn plan ARGUMENTS`` on a terminal of 80 columns."""
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.delenv("RANK", raising=False)
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            cli.main(["plan", *map(str, arguments)])
-        printed = capsys.readouterr()
-        assert isinstance(ended.value.code, int)
-        return ended.value.code, printed.out, printed.err
-
-    return run
+    return partial(command, "plan")
 
 
 def test_the_table_for_people(run: Run, link: Path) -> None:

@@ -8,30 +8,20 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from taciturn import cli
 from trace_files import document, event, own, step, write
 
 Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(command: Run) -> Run:
     """Runs ``taciturn trace ARGUMENTS`` on a terminal of 80 columns."""
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.delenv("RANK", raising=False)
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            cli.main(["trace", *map(str, arguments)])
-        printed = capsys.readouterr()
-        assert isinstance(ended.value.code, int)
-        return ended.value.code, printed.out, printed.err
-
-    return run
+    return partial(command, "trace")
 
 
 def test_the_report_for_people(run: Run) -> None:

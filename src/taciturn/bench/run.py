@@ -31,7 +31,15 @@ from taciturn.bench.measure import ITEM_BYTES, Job, measure
 from taciturn.bench.table import render
 from taciturn.errors import InputError
 from taciturn.files import check_file
-from taciturn.ranks import compile_loops, on_testbed, show_progress, tell, under_torchrun
+from taciturn.ranks import (
+    check_torchrun,
+    compile_loops,
+    on_testbed,
+    show_progress,
+    tell,
+    under_torchrun,
+    world_size,
+)
 from taciturn.testbed import Description, Testbed
 from taciturn.testbed.launcher import MAX_RANKS
 from taciturn.units import format_size
@@ -87,7 +95,7 @@ class BenchConfig:
     def __post_init__(self) -> None:
         self._check_numbers()
         if under_torchrun():
-            self._check_torchrun()
+            check_torchrun(self.ranks, self.rate_bits_per_s, self.device)
         elif self.device == "cuda":
             raise InputError(
                 "device 'cuda' needs one GPU per rank and a launcher: "
@@ -122,15 +130,6 @@ class BenchConfig:
             raise InputError(f"a size is given twice in {self.sizes_bytes}; give each once")
         if not under_torchrun():
             Testbed(self.world_size, self.rate_bits_per_s)  # checks both; makes nothing yet
-
-    def _check_torchrun(self) -> None:
-        if self.ranks is not None or self.rate_bits_per_s is not None:
-            raise InputError(
-                f"under torchrun the {self.world_size} ranks and their links are there already; "
-                "leave --ranks and --rate out"
-            )
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise InputError("device 'cuda' is not there: torch sees no GPU; use --device cpu")
 
     def _check_files(self) -> None:
         """Try the files now: nobody wants to hear of them when the bench is over."""
@@ -172,9 +171,7 @@ class BenchConfig:
     @property
     def world_size(self) -> int:
         """Number of ranks, whoever starts them."""
-        if under_torchrun():
-            return int(os.environ["WORLD_SIZE"])
-        return DEFAULT_RANKS if self.ranks is None else self.ranks
+        return world_size(self.ranks, DEFAULT_RANKS)
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from taciturn import methods, ranks
@@ -23,7 +22,15 @@ from taciturn.link import Link
 from taciturn.probe.measure import METHODS, Job, measure
 from taciturn.probe.table import render
 from taciturn.ranges import check_number, check_whole
-from taciturn.ranks import compile_loops, on_testbed, show_progress, tell, under_torchrun
+from taciturn.ranks import (
+    check_torchrun,
+    compile_loops,
+    on_testbed,
+    show_progress,
+    tell,
+    under_torchrun,
+    world_size,
+)
 from taciturn.testbed import Description, Testbed
 from taciturn.units import format_size
 
@@ -73,7 +80,7 @@ class ProbeConfig:
         if self.device not in ("cpu", "cuda"):
             raise InputError(f"device {self.device!r} is unknown; use cpu or cuda")
         if under_torchrun():
-            self._check_torchrun()
+            check_torchrun(self.ranks, self.rate, self.device)
         elif self.device == "cuda":
             raise InputError(
                 "device 'cuda' needs one GPU per rank and a launcher: "
@@ -93,21 +100,10 @@ class ProbeConfig:
         for method in self.method_texts:
             methods.aggregator(method)
 
-    def _check_torchrun(self) -> None:
-        if self.ranks is not None or self.rate is not None:
-            raise InputError(
-                f"under torchrun the {self.world_size} ranks and their links are there already; "
-                "leave --ranks and --rate out"
-            )
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise InputError("device 'cuda' is not there: torch sees no GPU; use --device cpu")
-
     @property
     def world_size(self) -> int:
         """Number of ranks, whoever starts them."""
-        if under_torchrun():
-            return int(os.environ["WORLD_SIZE"])
-        return DEFAULT_RANKS if self.ranks is None else self.ranks
+        return world_size(self.ranks, DEFAULT_RANKS)
 
     @property
     def method_texts(self) -> tuple[str, ...]:

@@ -7,7 +7,15 @@
 from __future__ import annotations
 
 from taciturn.ranks.group import Ranks, join, own_interface
-from taciturn.ranks.launch import Work, compile_loops, on_testbed, run_rank, under_torchrun
+from taciturn.ranks.launch import (
+    Work,
+    check_torchrun,
+    compile_loops,
+    on_testbed,
+    run_rank,
+    under_torchrun,
+    world_size,
+)
 from taciturn.ranks.progress import Clock, Eta, Progress, show_progress, tell
 
 __all__ = [
@@ -16,6 +24,7 @@ __all__ = [
     "Progress",
     "Ranks",
     "Work",
+    "check_torchrun",
     "compile_loops",
     "join",
     "on_testbed",
@@ -24,4 +33,5 @@ __all__ = [
     "show_progress",
     "tell",
     "under_torchrun",
+    "world_size",
 ]

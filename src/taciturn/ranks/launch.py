@@ -17,17 +17,26 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from taciturn import errors
 from taciturn.collectives import products
 from taciturn.collectives.wires import kernels
-from taciturn.errors import PeerError, TaciturnError, TestbedError
+from taciturn.errors import InputError, PeerError, TaciturnError, TestbedError
 from taciturn.ranks.progress import Progress, show_progress, tell
 from taciturn.testbed import Description, RunResult, Testbed, capability
 from taciturn.units import format_rate
 
-__all__ = ["Work", "compile_loops", "on_testbed", "run_rank", "under_torchrun"]
+__all__ = [
+    "Work",
+    "check_torchrun",
+    "compile_loops",
+    "on_testbed",
+    "run_rank",
+    "under_torchrun",
+    "world_size",
+]
 
 RUN_WITHIN_S = 86400.0  # the ranks' own time-outs end a run that hangs long before
 GRACE_S = 6.0  # for the other ranks to say what they saw; they settle it within three seconds
@@ -40,6 +49,33 @@ Work = Callable[[dict[str, Any], Callable[[Progress], None] | None], Any]
 def under_torchrun(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether this process is a rank already."""
     return "RANK" in environment and "WORLD_SIZE" in environment
+
+
+def world_size(asked: int | None, usual: int) -> int:
+    """Number of ranks, whoever starts them: ``usual`` where no number was asked for."""
+    if under_torchrun():
+        return int(os.environ["WORLD_SIZE"])
+    return usual if asked is None else asked
+
+
+def check_torchrun(asked: int | None, rate: object, device: str) -> None:
+    """Refuse what cannot be had under torchrun, whose ranks and links are there already.
+
+    Args:
+        asked: number of ranks.
+        rate: of the links.
+        device: of this rank.
+
+    Raises:
+        InputError: ranks or a rate were asked for, or a GPU that is not there.
+    """
+    if asked is not None or rate is not None:
+        raise InputError(
+            f"under torchrun the {os.environ['WORLD_SIZE']} ranks and their links are there "
+            "already; leave --ranks and --rate out"
+        )
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InputError("device 'cuda' is not there: torch sees no GPU; use --device cpu")
 
 
 def run_rank(folder: Path, work: Work) -> int:
