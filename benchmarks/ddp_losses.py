@@ -25,7 +25,9 @@ from taciturn.replicas import spread
 Row = dict[str, Any]
 
 PARAMETERS = 400_000
-RATE = 2e-3
+RATE = 1e-3
+"""At 2e-3 runs of equal weights and other data end up to 5 % apart, at 1e-3 within 0.1 %, no worse."""
+
 SEQUENCES, HELD_OUT = 2, 64
 RESYNC_EVERY = 200
 WARM_SHARE, AVERAGED_SHARE = 0.1, 0.1

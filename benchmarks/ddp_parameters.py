@@ -61,7 +61,7 @@ def train() -> list[Row]:
     """Train with exact averages; measure every parameter at the steps asked for."""
     text, _ = split_corpus()
     net = inputs.GPT(inputs.gpt_shape(PARAMETERS), torch.Generator().manual_seed(0))
-    optimizer = torch.optim.AdamW(net.parameters(), lr=RATE / 2, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=RATE, weight_decay=0.01)
     generator = torch.Generator().manual_seed(1000 + dist.get_rank())
     transport = DistributedTransport(dist.group.WORLD, 60.0)
     rows: list[Row] = []
