@@ -38,10 +38,10 @@ from torch.nn.parallel import DistributedDataParallel
 from taciturn import ddp
 from taciturn.bench import inputs
 from taciturn.testbed import Testbed
+from taciturn.trace import CodecCost, parse_change, predict
 from taciturn.trace.analysis import Analysis, analyse
 from taciturn.trace.recording import record
 from taciturn.trace.report import Prediction
-from taciturn.trace.whatif import CodecCost, parse_change, predict
 from taciturn.units import format_rate, parse_rate
 
 RANKS = 2  # one core each: the compute of one must not slow the other's

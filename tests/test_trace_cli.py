@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from link_files import make_link
 from trace_files import document, event, own, step, write
 
 Run = Callable[..., tuple[int, str, str]]
@@ -63,11 +64,13 @@ def test_names_do_not_steer_the_terminal(run: Run, tmp_path: Path) -> None:
     assert not {"\x1b", "\x9b", "\r"} & set(out)
 
 
-@pytest.mark.parametrize("option", ["--codecs", "--alpha", "--beta"])
+@pytest.mark.parametrize("option", ["--codecs", "--link", "--alpha", "--beta"])
 def test_options_of_a_change_need_one(run: Run, tmp_path: Path, option: str) -> None:
     """Without --what-if they would do nothing, silently."""
     table = write(tmp_path / "codecs.json", {})
-    status, _, err = run(*own("onebucket"), option, table if option == "--codecs" else 1)
+    status, _, err = run(
+        *own("onebucket"), option, table if option in ("--codecs", "--link") else 1
+    )
     assert status == 2
     assert f"{option} is about a change" in err
 
@@ -112,6 +115,35 @@ def test_a_method_with_its_codec(run: Run, tmp_path: Path) -> None:
     status, out, _ = run(*asked, "--codecs", codecs)
     assert status == 0
     assert "method=quantized:bits=8" in out
+
+
+def test_a_link_tells_what_methods_cost(run: Run, tmp_path: Path) -> None:
+    """``--link`` in place of a table; a table is before it; not beside ``--alpha``."""
+    link, codecs = tmp_path / "link.json", tmp_path / "codecs.json"
+    make_link(ranks=2, local_s_per_elem=0.0).write(link)
+    codecs.write_text('{"quantized:bits=8": {"bytes_ratio": 1, "codec_s_per_byte": 0.001}}')
+    asked = [*own("bucketed"), "--what-if", "method=quantized:bits=8", "--link", link]
+    status, out, _ = run(*asked)
+    assert (status, " saves " in out) == (0, True), out
+    status, out, _ = run(*asked, "--codecs", codecs)
+    assert (status, " costs " in out) == (0, True), out
+    status, _, err = run(*asked, "--alpha", "1e-4")
+    assert status == 2
+    assert "leave --alpha and --beta out" in err
+
+
+@pytest.mark.parametrize("change", ["method=quantized:bits=8", "broadcast bytes/2"])
+def test_a_change_that_cannot_be_told_costs_no_report(
+    run: Run, tmp_path: Path, change: str
+) -> None:
+    """The files that were asked for are written all the same."""
+    report, page = tmp_path / "report.json", tmp_path / "page.html"
+    status, out, err = run(*own("bucketed"), "--what-if", change, "--json", report, "--html", page)
+    assert status == 2
+    assert "broadcast" in err or "is not known" in err
+    assert json.loads(report.read_text())["steps"]
+    assert page.stat().st_size > 10_000
+    assert "Removing every byte" in out
 
 
 def test_a_cut_file_has_a_status_of_its_own(run: Run, tmp_path: Path) -> None:

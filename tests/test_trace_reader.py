@@ -290,6 +290,25 @@ def test_what_a_damaged_gzip_still_gives_is_read(tmp_path: Path, damage: str) ->
     assert any("not whole" in note for note in trace.notes)
 
 
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+@pytest.mark.parametrize("damage", ["cut", "no directory", "middle"])
+def test_what_a_damaged_zip_still_gives_is_read(tmp_path: Path, damage: str, method: int) -> None:
+    """All up to the damage, also where the archive's directory, at its end, is lost."""
+    events = [event(f"kernel{i * 7919 % 10_007}", i, 1) for i in range(5000)]
+    path = tmp_path / "t.zip"
+    with zipfile.ZipFile(path, "w", method) as archive:
+        archive.writestr("trace.json", json.dumps(document(events)))
+    packed = bytearray(path.read_bytes())
+    middle = len(packed) // 2
+    if damage == "middle":
+        packed[middle : middle + 4] = b"\xff\xff\xff\xff"
+    path.write_bytes(packed[: {"cut": middle, "no directory": -60, "middle": None}[damage]])
+    trace = read(path)
+    assert len(trace.events) >= (5000 if damage == "no directory" else 2000)
+    assert not trace.loss.complete
+    assert any("not whole" in note for note in trace.notes)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -9,18 +9,14 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
+from link_files import make_link
 from taciturn.errors import InputError
+from taciturn.trace.alphabeta import AlphaBeta, fit_alpha_beta
 from taciturn.trace.analysis import Analysis, analyse
+from taciturn.trace.codecs import CodecCost, method_key, read_codecs
+from taciturn.trace.probed import read_probed
 from taciturn.trace.report import Prediction
-from taciturn.trace.whatif import (
-    Change,
-    CodecCost,
-    Link,
-    fit_link,
-    parse_change,
-    predict,
-    read_codecs,
-)
+from taciturn.trace.whatif import Change, parse_change, predict
 from test_trace_replay import jobs
 from trace_files import own, write
 from trace_simulator import Op, Run, documents, simulate
@@ -81,8 +77,8 @@ def test_predictions_are_what_then_happens(job: tuple[list[list[Op]], list[int]]
     if len(programs) == 1:
         programs = programs * 2
     analysis = analysed(simulate(programs, transfers))
-    link = Link(alpha_s=0.0)
-    half, double, none = ask(analysis, "bytes/2", "bandwidth/2", "all_reduce = 0", link=link)
+    line = AlphaBeta(alpha_s=0.0)
+    half, double, none = ask(analysis, "bytes/2", "bandwidth/2", "all_reduce = 0", alpha_beta=line)
     for found, factor in ((half, 0.5), (double, 2), (none, 0)):
         changed = simulate(programs, [round(time * factor) for time in transfers])
         done = max(run.done for run in changed) / 1e6
@@ -102,7 +98,7 @@ def test_latency_stays() -> None:
     """With 400 of 1000 us latency, no bandwidth saves more than 600."""
     program = [Op("compute", 100), Op("reduce", wait=True), Op("compute", 100), Op("sync")]
     analysis = analysed(simulate([program] * 2, [1000]))
-    (found,) = ask(analysis, "bandwidth*1e6", link=Link(alpha_s=400e-6))
+    (found,) = ask(analysis, "bandwidth*1e6", alpha_beta=AlphaBeta(alpha_s=400e-6))
     assert found.base_s - found.step_s == pytest.approx(600e-6, abs=1e-6)
     (unknown,) = ask(analysis, "bandwidth*1e6")
     assert (found.low_s, found.high_s) == pytest.approx((found.step_s, found.step_s), abs=20e-6)
@@ -124,7 +120,7 @@ def test_a_codec_may_cost_more_than_it_saves() -> None:
 def test_a_codec_that_is_not_known_is_refused() -> None:
     """So is a collective that the trace does not have."""
     analysis = analyse(own("bucketed"))
-    with pytest.raises(InputError, match="--codecs"):
+    with pytest.raises(InputError, match=r"--link FILE .* --codecs"):
         ask(analysis, "method=quantized:bits=8")
     with pytest.raises(InputError, match="the trace has all_reduce"):
         ask(analysis, "all_gather bytes/2")
@@ -144,6 +140,31 @@ def test_a_table_of_codecs(tmp_path: Path) -> None:
         read_codecs(tmp_path / "none.json")
 
 
+def test_a_probed_link_knows_methods_and_latency(tmp_path: Path) -> None:
+    """Bytes and rounds of its ledger, seconds of coding, and the backend's own line."""
+    path = tmp_path / "link.json"
+    link = make_link(ranks=2, rate_bits_per_s=8e6, alpha_s=1e-3, local_s_per_elem=8e-9)
+    link.write(path)
+    probed = read_probed(path, analyse(own("bucketed")))
+    assert probed.alpha_beta == {"all_reduce": AlphaBeta(2e-3, 1e-6, given=False)}
+    assert set(probed.codecs) == {method_key(speed.method) for speed in link.methods}
+    int8 = probed.codecs["quantized:bits=8"]
+    assert int8.bytes_ratio == pytest.approx(130 / 512, rel=1e-3)
+    assert int8.codec_s_per_byte == pytest.approx(2e-9)
+    assert int8.codec_s >= 0
+    assert probed.codecs["cast:wire=bf16"].bytes_ratio == pytest.approx(0.5, rel=0.01)
+    (coded,) = (cost for method, cost in probed.codecs.items() if "passes=16" in method)
+    assert coded.codec_s == pytest.approx(30e-3)  # 32 rounds where the backend has 2
+
+
+def test_a_probe_of_other_ranks_is_refused(tmp_path: Path) -> None:
+    """What is known of two ranks is not known of three."""
+    path = tmp_path / "link.json"
+    make_link(ranks=3).write(path)
+    with pytest.raises(InputError, match=r"between 3 ranks, and all_reduces .* among 2"):
+        read_probed(path, analyse(own("bucketed")))
+
+
 def test_the_link_is_fitted_from_sizes() -> None:
     """100 us and 1 ns a byte come back from four sizes; fewer sizes give none."""
     sizes = [100_000, 200_000, 400_000, 800_000]
@@ -153,10 +174,10 @@ def test_the_link_is_fitted_from_sizes() -> None:
         reduces = [one for one in run.events if "AllReduce" in one["name"]]
         for one, size in zip(reduces, sizes, strict=True):
             one["args"].update({"In msg nelems": size // 4, "dtype": "Float"})
-    link = fit_link(analysed(runs), "all_reduce")
-    assert link.alpha_s == pytest.approx(100e-6, rel=1e-3)
-    assert link.beta_s_per_byte == pytest.approx(1e-9, rel=1e-3)
-    assert fit_link(analyse(own("onebucket")), "all_reduce") == Link(given=False)
+    found = fit_alpha_beta(analysed(runs), "all_reduce")
+    assert found.alpha_s == pytest.approx(100e-6, rel=1e-3)
+    assert found.beta_s_per_byte == pytest.approx(1e-9, rel=1e-3)
+    assert fit_alpha_beta(analyse(own("onebucket")), "all_reduce") == AlphaBeta(given=False)
 
 
 def test_bounds_hold_the_value() -> None:
@@ -173,10 +194,10 @@ def test_a_link_on_which_bytes_cost_nothing() -> None:
     """Given that, more bandwidth saves nothing, and the latency is all of a transfer."""
     analysis = analyse(own("bucketed"))
     more, less, both = (
-        ask(analysis, change, link=Link(None, 0.0))[0]
+        ask(analysis, change, alpha_beta=AlphaBeta(None, 0.0))[0]
         for change in ("bandwidth*4", "latency = 0", "all = 0")
     )
     assert more.step_s == more.base_s
     assert less.step_s == both.step_s < both.base_s
     with pytest.raises(InputError, match="both 0"):
-        Link(0.0, 0.0)
+        AlphaBeta(0.0, 0.0)

@@ -425,12 +425,21 @@ def _trace(
         list[str] | None,
         typer.Option(
             help="A change to predict, once for each: 'all_reduce bytes/2', 'all_reduce = 0', "
-            "'bandwidth*4', 'latency/2', 'method=quantized:bits=8' (with --codecs)."
+            "'bandwidth*4', 'latency/2', 'method=quantized:bits=8' (with --link or --codecs)."
+        ),
+    ] = None,
+    link: Annotated[
+        Path | None,
+        typer.Option(
+            help="Link file of taciturn probe, on the link of the trace: latency, bandwidth, and "
+            "what methods cost, for --what-if."
         ),
     ] = None,
     codecs: Annotated[
         Path | None,
-        typer.Option(help="JSON table of what methods cost, for --what-if method=..."),
+        typer.Option(
+            help="JSON table of what methods cost, for --what-if method=...; before --link's."
+        ),
     ] = None,
     alpha: Annotated[
         float | None,
@@ -469,18 +478,39 @@ def _trace(
     import orjson
     from rich.console import Console
 
-    from taciturn.trace import Link, analyse, parse_change, parse_kind, predict, read_codecs
+    from taciturn.trace import (
+        AlphaBeta,
+        analyse,
+        parse_change,
+        parse_kind,
+        predict,
+        read_codecs,
+        read_probed,
+    )
     from taciturn.trace.table import render
 
     changes = [parse_change(one) for one in what_if or ()]
-    table = read_codecs(codecs) if codecs is not None else {}
-    link = None if alpha is None and beta is None else Link(alpha, beta)
-    for option, value in (("--codecs", codecs), ("--alpha", alpha), ("--beta", beta)):
+    costs = read_codecs(codecs) if codecs is not None else {}
+    line = None if alpha is None and beta is None else AlphaBeta(alpha, beta)
+    about = {"--link": link, "--codecs": codecs, "--alpha": alpha, "--beta": beta}
+    for option, value in about.items():
         if value is not None and not changes:
             raise InputError(f"{option} is about a change: say which, with --what-if")
+    if link is not None and line is not None:
+        raise InputError("--link has latency and bandwidth: leave --alpha and --beta out")
     rules = [parse_kind(one) for one in kind or ()]
     analysis = analyse(paths, ranks=rank or (), rules=rules, strict=strict)
-    report = predict(analysis, changes, link=link, codecs=table)
+    report, refused = analysis.report, None
+    try:
+        probed = read_probed(link, analysis) if link is not None else None
+        report = predict(
+            analysis,
+            changes,
+            alpha_beta=probed.alpha_beta if probed is not None else line,
+            codecs={**(probed.codecs if probed is not None else {}), **costs},
+        )
+    except InputError as error:  # of a change: the rest is there, and is written
+        refused = error
     if json is not None:
         options = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
         _write("--json", json, orjson.dumps(report.to_json(), option=options))
@@ -493,6 +523,8 @@ def _trace(
 
         write_perfetto(analysis, perfetto)
     Console(highlight=False, markup=False).print(render(report))
+    if refused is not None:
+        raise refused
     if report.lost:
         raise typer.Exit(3)
 

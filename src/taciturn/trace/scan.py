@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import re
+import struct
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -33,6 +34,8 @@ _ANCHOR = re.compile(rb'(?:\A|[\[,}])\s*(\{\s*"(?:ph|name|cat|pid|tid|ts|dur|id)
 _TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|[{}\[\]]', re.DOTALL)
 _NAN = re.compile(rb"(?<=[:,\[])(\s*)[-+]?(?:nan|inf(?:inity)?)(?=\s*[,}\]])", re.IGNORECASE)
 _BAD_ESCAPE = re.compile(rb'\\(?:\\|u[0-9a-fA-F]{4}|["/bfnrt]|(.))', re.DOTALL)
+_ZIP_HEADER = struct.Struct("<8sH16xHH")  # of a file: what follows are its name and more
+_WRONG_SUM = "the text differs from its checksum: some of it may be wrong"
 _BLANK_CONTROL = bytes(b if b >= 0x20 else 0x20 for b in range(256))
 
 
@@ -105,17 +108,59 @@ class Scan:
                     yield block
 
     def _gunzip(self, file: io.BufferedReader) -> Iterator[bytes]:
-        stream = before = zlib.decompressobj(wbits=31)
+        yield from self._inflate(file, wbits=31)
+
+    def _unzip(self, file: io.BufferedReader) -> Iterator[bytes]:
+        """The text of the only member; of a damaged archive, of the first."""
+        try:
+            with zipfile.ZipFile(file) as archive:
+                members = [one for one in archive.infolist() if one.filename.endswith(".json")]
+            if len(members) != 1:
+                raise InputError(
+                    f"{self.path} is a zip archive with {len(members)} JSON files; unpack it "
+                    "and name one file"
+                )
+            at, nbytes, crc = members[0].header_offset, members[0].compress_size, members[0].CRC
+        except zipfile.BadZipFile:
+            self.reasons.append("the zip archive has no directory: its first file is read")
+            at, nbytes, crc = 0, None, None
+        file.seek(at)
+        header = file.read(_ZIP_HEADER.size)
+        if len(header) < _ZIP_HEADER.size or not header.startswith(b"PK\x03\x04"):
+            self.reasons.append("the zip archive is damaged: a file's header is missing")
+            return
+        _, method, name_bytes, extra_bytes = _ZIP_HEADER.unpack(header)
+        if method not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise InputError(
+                f"{self.path} is a zip archive packed by method {method}, which is not read; "
+                "unpack it"
+            )
+        file.seek(name_bytes + extra_bytes, io.SEEK_CUR)
+        packed = _Part(file, nbytes)
+        if method == zipfile.ZIP_DEFLATED:
+            blocks = self._inflate(packed, wbits=-15)
+        else:
+            blocks = iter(lambda: packed.read(BLOCK_BYTES), b"")
+        found, reasons = 0, len(self.reasons)
+        for block in blocks:
+            found = zlib.crc32(block, found)
+            yield block
+        if crc is not None and found != crc and len(self.reasons) == reasons:
+            self.reasons.append(_WRONG_SUM)
+
+    def _inflate(self, file: io.BufferedReader | _Part, wbits: int) -> Iterator[bytes]:
+        """The text of a compressed stream, up to where it is damaged or ends."""
+        stream = before = zlib.decompressobj(wbits)
         rest = b""
         try:
             while True:
                 rest = rest or file.read(BLOCK_BYTES)
                 if not rest:
                     break
-                if stream.eof:  # another member, or padding
-                    if not rest.startswith(b"\x1f\x8b"):
+                if stream.eof:  # another member, or what follows the stream
+                    if wbits < 0 or not rest.startswith(b"\x1f\x8b"):
                         break
-                    stream = zlib.decompressobj(wbits=31)
+                    stream = zlib.decompressobj(wbits)
                 before = stream.copy()
                 # Bounded: a block of blanks may grow a thousandfold.
                 text = stream.decompress(rest, BLOCK_BYTES)
@@ -126,28 +171,13 @@ class Scan:
             yield from _until_damage(before, rest)
             wrong = "incorrect data check" in str(error) or "incorrect length check" in str(error)
             self.reasons.append(
-                "the text differs from its checksum: some of it may be wrong"
+                _WRONG_SUM
                 if wrong
                 else f"the compressed data is damaged ({error}); what follows is lost"
             )
             return
         if not stream.eof:
             self.reasons.append("the compressed file is cut short; what follows is lost")
-
-    def _unzip(self, file: io.BufferedReader) -> Iterator[bytes]:
-        try:
-            with zipfile.ZipFile(file) as archive:
-                members = [name for name in archive.namelist() if name.endswith(".json")]
-                if len(members) != 1:
-                    raise InputError(
-                        f"{self.path} is a zip archive with {len(members)} JSON files; unpack it "
-                        "and name one file"
-                    )
-                with archive.open(members[0]) as member:
-                    while block := member.read(BLOCK_BYTES):
-                        yield block
-        except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
-            self.reasons.append(f"the zip archive is damaged ({error}); what follows is lost")
 
     def _more(self, blocks: Iterator[bytes]) -> bool:
         block = next(blocks, b"")
@@ -288,6 +318,21 @@ class Scan:
                 self.reasons.append(f"events that are no valid JSON were left out; first {shown!r}")
             self.bytes_lost += len(lost)
             self.events_lost += 1
+
+
+class _Part:
+    """The next bytes of a file, so many or all."""
+
+    def __init__(self, file: io.BufferedReader, nbytes: int | None) -> None:
+        self._file = file
+        self._left = nbytes
+
+    def read(self, nbytes: int) -> bytes:
+        """Up to so many; empty at the end."""
+        data = self._file.read(nbytes if self._left is None else min(nbytes, self._left))
+        if self._left is not None:
+            self._left -= len(data)
+        return data
 
 
 def _until_damage(stream: Any, packed: bytes) -> Iterator[bytes]:

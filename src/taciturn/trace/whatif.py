@@ -10,28 +10,25 @@ the calling thread may need as well.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from statistics import median
 
 import numpy as np
-import orjson
 from numpy.typing import NDArray
 
 from taciturn.errors import InputError
+from taciturn.trace.alphabeta import MAX_ALPHA_NS, AlphaBeta, fit_alpha_beta
 from taciturn.trace.analysis import Analysis
-from taciturn.trace.collectives import Collective, Meeting
+from taciturn.trace.codecs import CodecCost, method_key
+from taciturn.trace.collectives import Meeting
 from taciturn.trace.exposure import Class, class_of, step_ends
 from taciturn.trace.graph import Graph
 from taciturn.trace.occupation import mean_s
 from taciturn.trace.report import Prediction, Report
 from taciturn.trace.sharing import Links
-from taciturn.trace.timeline import unite
 from taciturn.units import format_seconds
 
-__all__ = ["Change", "CodecCost", "Link", "fit_link", "parse_change", "predict", "read_codecs"]
+__all__ = ["Change", "parse_change", "predict"]
 
 _HELP = (
     'give one like "all_reduce bytes/2", "all_reduce = 0", "bandwidth*4", "latency/2", '
@@ -48,56 +45,10 @@ _ZERO = re.compile(
 _METHOD = re.compile(r"method\s*=\s*(?P<method>\S.*)")
 
 
-MAX_ALPHA_NS = 10_000_000
-"""More latency than any network within a data centre gives one call; say --alpha where it is."""
-
 EVENT_S = 20e-6
 """CPU time that recording one event may take: 2.5 us on a core of its own (measured in
 :mod:`taciturn.trace.recording`), 13 to 19 us where ranks and gloo's threads share the cores
 (``benchmarks/trace_prediction.py``, recorded against not recorded)."""
-
-
-@dataclass(frozen=True)
-class CodecCost:
-    """What a method sends and computes, against the plain all-reduce of the same buffer.
-
-    Attributes:
-        bytes_ratio: bytes sent, over those of the plain one.
-        codec_s_per_byte: encoding and decoding on each rank, per byte of the buffer.
-        codec_s: the same per call, whatever the size.
-    """
-
-    bytes_ratio: float
-    codec_s_per_byte: float
-    codec_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not (isinstance(value, int | float) and 0 <= value < 1e6):
-                raise InputError(f"{name} of a codec is {value!r}; give a number from 0 on")
-
-
-@dataclass(frozen=True)
-class Link:
-    """A collective's time as ``alpha_s + beta_s_per_byte * bytes``; None where not known.
-
-    Attributes:
-        alpha_s: what no byte causes.
-        beta_s_per_byte: what each causes; without it the measured time is scaled.
-        given: by the user, who knows; what was fitted only bounds it.
-    """
-
-    alpha_s: float | None = None
-    beta_s_per_byte: float | None = None
-    given: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("alpha_s", "beta_s_per_byte"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < 1e6:
-                raise InputError(f"{name} is {value!r}; give seconds from 0 on")
-        if self.given and self.alpha_s == self.beta_s_per_byte == 0:
-            raise InputError("alpha_s and beta_s_per_byte are both 0: give one that is not")
 
 
 @dataclass(frozen=True)
@@ -127,7 +78,7 @@ def parse_change(text: str) -> Change:
     """
     plain = text.strip()
     if found := _METHOD.fullmatch(plain):
-        return Change(plain, name="all_reduce", method=_canonical(found["method"]))
+        return Change(plain, name="all_reduce", method=method_key(found["method"]))
     if found := _ZERO.fullmatch(plain):
         name, what = found["name"] or "", found["what"]
         name = "" if name == "all" else name
@@ -148,97 +99,11 @@ def parse_change(text: str) -> Change:
     return Change(plain, name, factor if found["what"] == "bytes" else 1 / factor)
 
 
-def read_codecs(path: Path) -> dict[str, CodecCost]:
-    """A table of codecs: a JSON object from method to the fields of :class:`CodecCost`.
-
-    Raises:
-        InputError: no such file, or not such a table.
-    """
-    shape = (
-        'write {"quantized:bits=8": {"bytes_ratio": 0.26, "codec_s_per_byte": 1e-9}}, with '
-        "seconds measured where it will run"
-    )
-    try:
-        table = orjson.loads(path.read_bytes())
-    except OSError as error:
-        raise InputError(f"cannot read codecs from {path}: {error.strerror}; {shape}") from error
-    except orjson.JSONDecodeError as error:
-        raise InputError(f"{path} is no JSON ({error}); {shape}") from error
-    if not isinstance(table, dict):
-        raise InputError(f"{path} is no table of codecs; {shape}")
-    codecs = {}
-    for method, cost in table.items():
-        try:
-            codecs[_canonical(method)] = CodecCost(**cost)
-        except TypeError as error:
-            raise InputError(f"{path}: {method!r} has other fields ({error}); {shape}") from error
-    return codecs
-
-
-def _canonical(method: str) -> str:
-    """A method with its keys in order and without blanks."""
-    name, _, keys = "".join(method.split()).partition(":")
-    return name + (":" + ",".join(sorted(keys.split(","))) if keys else "")
-
-
-def fit_link(analysis: Analysis, name: str) -> Link:
-    """``alpha`` and ``beta`` of one kind of collective, from its own transfers in the trace.
-
-    Transfers of a rank that overlap share its link and count as one, of all their bytes. Least
-    squares of the relative error over the median of each size, neither below zero, ``alpha`` not
-    above the shortest or what any network has. Sizes that differ by less than a factor of two, or
-    fewer than three, give no ``alpha``.
-    """
-    by_size: dict[int, list[float]] = defaultdict(list)
-    for size, ns in _bursts(analysis, name):
-        by_size[size].append(ns / 1e9)
-    sizes = sorted(size for size in by_size if median(by_size[size]) > 0)
-    if len(sizes) < 3 or sizes[-1] < 2 * sizes[0]:
-        return Link(given=False)
-    n = np.array(sizes, float)
-    t = np.array([median(by_size[size]) for size in sizes])
-    # minimise sum ((alpha + beta n - t) / t)^2
-    rows = np.stack([1 / t, n / t], axis=1)
-    alpha, beta = np.linalg.lstsq(rows, np.ones(len(t)), rcond=None)[0].tolist()
-    bounded = min(max(alpha, 0.0), float(t.min()), MAX_ALPHA_NS / 1e9)
-    if bounded != alpha:  # one unknown is left: minimise over beta alone
-        alpha, beta = bounded, float((n / t * (1 - bounded / t)).sum() / ((n / t) ** 2).sum())
-    elif beta < 0:
-        alpha, beta = float((1 / t).sum() / ((1 / t) ** 2).sum()), 0.0
-    return Link(alpha, beta, given=False)
-
-
-def _bursts(analysis: Analysis, name: str) -> Iterator[tuple[int, int]]:
-    """Bytes and length of each stretch of time with transfers on a rank; those of known size."""
-    by_rank: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
-    for meeting in analysis.meetings:
-        if meeting.first.name == name:
-            for one, ns in _transfers(meeting.members):
-                by_rank[one.rank].append((one.end_ns - ns, one.end_ns, one.size_bytes or 0))
-    for transfers in by_rank.values():
-        start, end, size = np.array(sorted(transfers), np.int64).T
-        spans = unite(start, end)
-        of = np.searchsorted(spans.start_ns, start, side="right") - 1
-        moves = end > start
-        total = np.zeros(len(spans), np.int64)
-        np.add.at(total, of[moves], size[moves])
-        unknown = np.zeros(len(spans), np.bool_)
-        unknown[of[moves & (size == 0)]] = True
-        length = spans.end_ns - spans.start_ns
-        yield from zip(total[~unknown].tolist(), length[~unknown].tolist(), strict=True)
-
-
-def _transfers(members: Sequence[Collective]) -> list[tuple[Collective, int]]:
-    """Each member's time from the last arrival to its end; of one alone its whole time, in ns."""
-    last = max(one.start_ns for one in members)
-    return [(one, max(0, one.end_ns - max(last, one.start_ns))) for one in members]
-
-
 def predict(
     analysis: Analysis,
     changes: Sequence[Change],
     *,
-    link: Link | None = None,
+    alpha_beta: AlphaBeta | Mapping[str, AlphaBeta] | None = None,
     codecs: Mapping[str, CodecCost] | None = None,
 ) -> Report:
     """The report with a prediction for each change.
@@ -246,37 +111,44 @@ def predict(
     Args:
         analysis: of the trace.
         changes: from :func:`parse_change`.
-        link: what is known of it; by default fitted from the trace, per kind of collective.
-        codecs: cost of methods, by their canonical text.
+        alpha_beta: what is known of the link, for all kinds of collective or by their names; the
+            others are fitted from the trace.
+        codecs: cost of methods, by their method_key text.
 
     Raises:
         InputError: a method that the table lacks, or a kind of collective that the trace lacks.
     """
-    predictions = tuple(_predict(analysis, one, link, codecs or {}) for one in changes)
+    names = {meeting.first.name for meeting in analysis.meetings}
+    if isinstance(alpha_beta, AlphaBeta):
+        alpha_beta = dict.fromkeys(names, alpha_beta)
+    known = {name: (alpha_beta or {}).get(name) or fit_alpha_beta(analysis, name) for name in names}
+    predictions = tuple(_predict(analysis, one, known, codecs or {}) for one in changes)
     return replace(analysis.report, predictions=predictions)
 
 
 def _predict(
-    analysis: Analysis, change: Change, link: Link | None, codecs: Mapping[str, CodecCost]
+    analysis: Analysis,
+    change: Change,
+    known: Mapping[str, AlphaBeta],
+    codecs: Mapping[str, CodecCost],
 ) -> Prediction:
-    names = {meeting.first.name for meeting in analysis.meetings}
-    if change.name and change.name not in names and not change.method:
+    if change.name and change.name not in known and not change.method:
         raise InputError(
             f"the change {change.what!r} is about {change.name}, but the trace has "
-            f"{', '.join(sorted(names)) or 'no collective'}; {_HELP}"
+            f"{', '.join(sorted(known)) or 'no collective'}; {_HELP}"
         )
     cost = None
     if change.method:
         cost = codecs.get(change.method)
         if cost is None:
-            known = ", ".join(sorted(codecs)) or "none"
+            costs = ", ".join(sorted(codecs)) or "none"
             raise InputError(
-                f"the cost of {change.method!r} is not in the table of codecs (there: {known}); "
-                "give --codecs FILE with its bytes_ratio and codec_s_per_byte"
+                f"the cost of {change.method!r} is not known (that of: {costs}); give --link FILE "
+                "of taciturn probe --methods, or --codecs FILE with its bytes_ratio and "
+                "codec_s_per_byte"
             )
-    links = {name: link or fit_link(analysis, name) for name in names}
-    edges = _Edges(analysis, change, cost, links)
-    return _bounded(analysis, change, edges, _notes(change, links, names, edges))
+    edges = _Edges(analysis, change, cost, known)
+    return _bounded(analysis, change, edges, _notes(change, known, edges))
 
 
 class _Edges:
@@ -297,7 +169,7 @@ class _Edges:
         analysis: Analysis,
         change: Change,
         cost: CodecCost | None,
-        links: Mapping[str, Link],
+        known: Mapping[str, AlphaBeta],
     ) -> None:
         self.likely: dict[int, int] = {}
         self.fast: dict[int, int] = {}
@@ -322,12 +194,12 @@ class _Edges:
             codec_ns = round(1e9 * (cost.codec_s + cost.codec_s_per_byte * size)) if cost else 0
             alone = meeting.alone
             shortest = least[class_of(first)]
-            known = links[first.name]
+            line = known[first.name]
             for edge in edges:
                 whole = work_ns[edge]
                 # Of one rank alone, no more than the shortest is known to be transfer.
                 moving = min(whole, shortest) if alone else whole
-                new = _Scaling(change, cost, known, size, shortest)
+                new = _Scaling(change, cost, line, size, shortest)
                 self.likely[edge] = whole - moving + new.likely(moving) + codec_ns
                 self.fast[edge] = new.fast(whole) + codec_ns
                 self.slow[edge] = whole - moving + new.slow(moving) + codec_ns
@@ -342,13 +214,13 @@ class _Scaling:
     """One transfer under a change: ``alpha * latency + (t - alpha) * bytes``."""
 
     def __init__(
-        self, change: Change, cost: CodecCost | None, link: Link, size: int, shortest: int
+        self, change: Change, cost: CodecCost | None, line: AlphaBeta, size: int, shortest: int
     ) -> None:
         self.bytes_factor = cost.bytes_ratio if cost else change.bytes_factor
         self.latency_factor = change.latency_factor
-        self.link = link
-        known = link.beta_s_per_byte is not None and size > 0
-        self.moved_s = (link.beta_s_per_byte or 0.0) * size if known else None
+        self.line = line
+        known = line.beta_s_per_byte is not None and size > 0
+        self.moved_s = (line.beta_s_per_byte or 0.0) * size if known else None
         self.shortest = shortest
 
     def _at(self, transfer: int, alpha: int) -> int:
@@ -357,7 +229,7 @@ class _Scaling:
 
     def likely(self, transfer: int) -> int:
         """With the latency that the link says; of both its numbers, that share of the time."""
-        alpha_s = self.link.alpha_s
+        alpha_s = self.line.alpha_s
         if self.moved_s is None:
             alpha = round(1e9 * (alpha_s or 0.0))
         elif alpha_s is None:
@@ -367,11 +239,11 @@ class _Scaling:
         else:
             alpha = 0
         # What was fitted need not be true of the shortest; what was given is.
-        return self._at(transfer, max(0, alpha if self.link.given else min(alpha, self.shortest)))
+        return self._at(transfer, max(0, alpha if self.line.given else min(alpha, self.shortest)))
 
     def _possible(self, transfer: int) -> list[int]:
         """With all that ``alpha`` may be, unless it was given: from nothing to the shortest."""
-        if self.link.given:
+        if self.line.given:
             return [self.likely(transfer)]
         most = min(self.shortest, MAX_ALPHA_NS)
         return [self.likely(transfer), self._at(transfer, 0), self._at(transfer, most)]
@@ -465,21 +337,19 @@ def _about(analysis: Analysis, change: Change) -> list[Meeting]:
     ]
 
 
-def _notes(
-    change: Change, links: Mapping[str, Link], names: set[str], edges: _Edges
-) -> tuple[str, ...]:
+def _notes(change: Change, known: Mapping[str, AlphaBeta], edges: _Edges) -> tuple[str, ...]:
     notes = []
     if change.bytes_factor == change.latency_factor == 0:
         return ()
-    about = [name for name in sorted(names) if not change.name or name == change.name]
+    about = [name for name in sorted(known) if not change.name or name == change.name]
     for name in about:
-        alpha, beta = links[name].alpha_s, links[name].beta_s_per_byte
+        alpha, beta = known[name].alpha_s, known[name].beta_s_per_byte
         if alpha is None:
             notes.append(
                 f"{name}: too few sizes to tell latency from bandwidth: taken as bandwidth, and "
                 f"the bounds hold up to {MAX_ALPHA_NS // 10**6} ms of latency a call (--alpha)"
             )
-        elif change.latency_factor != 1 and not alpha and not links[name].given:
+        elif change.latency_factor != 1 and not alpha and not known[name].given:
             notes.append(
                 f"{name}: its sizes show no latency, so a change of it changes nothing but the "
                 "bounds: give --alpha"
