@@ -26,7 +26,7 @@ Row = dict[str, Any]
 
 PARAMETERS = 400_000
 RATE = 1e-3
-"""At 2e-3 runs of equal weights and other data end up to 5 % apart, at 1e-3 within 0.1 %, no worse."""
+"""At 2e-3 runs of equal weights and other data end up to 5 % apart, at 1e-3 within 0.1 %."""
 
 SEQUENCES, HELD_OUT = 2, 64
 RESYNC_EVERY = 200

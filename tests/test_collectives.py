@@ -27,8 +27,10 @@ from taciturn.collectives import (
 )
 from taciturn.collectives.base import bounds
 from taciturn.collectives.coded_ring import ring_order
+from taciturn.collectives.dissemination import gather_rows
 from taciturn.collectives.wires import make_wire
-from taciturn.errors import CodeError, InputError, PeerError
+from taciturn.cost import gathering
+from taciturn.errors import CodeError, InputError, MismatchError, PeerError
 from taciturn.ledger import LedgerCounts
 from taciturn.transport import DistributedTransport, Transport, run_threads
 
@@ -696,6 +698,52 @@ def test_reduce_scatter_and_all_gather(pool, numel):
         assert gathered
         if numel == 4000:
             assert (half, whole) == (40 + 3 * 4000, 2 * (40 + 3 * 4000))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8, 13])
+@pytest.mark.parametrize("numbers", [0, 1, 3])
+def test_rows_are_gathered(ranks, numbers):
+    """Every rank gets every row, in the rounds and bytes of the closed form."""
+
+    def function(transport: Transport) -> tuple[torch.Tensor, tuple[int, int]]:
+        row = torch.arange(numbers) + 10 * transport.rank
+        rows = gather_rows(row, transport)
+        return rows, (transport.ledger.rounds, transport.ledger.sent_bytes)
+
+    rows = torch.arange(numbers) + 10 * torch.arange(ranks)[:, None]
+    for gathered, counted in run_threads(ranks, function, TIMEOUT_S):
+        assert torch.equal(gathered, rows)
+        if numbers:
+            told = gathering(8 * numbers, ranks)
+            assert counted == (told.rounds, told.sent_bytes)
+
+
+def gathered(wrong: str) -> tuple[str, str]:
+    transport = DistributedTransport(timeout_s=TIMEOUT_S)
+    other = transport.rank == 2
+    row = torch.ones(3 if other and wrong == "length" else 2, dtype=torch.int64)
+    try:
+        if other and wrong == "call":
+            Ring().all_reduce(row, transport)
+        else:
+            gather_rows(row.float() if other and wrong == "dtype" else row, transport)
+    except (MismatchError, PeerError) as error:
+        return type(error).__name__, str(error)
+    finally:
+        transport.close()
+    return "nothing", ""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [("length", "3 elements"), ("dtype", "torch.float32"), ("call", "another method")],
+)
+def test_rows_that_do_not_agree_are_an_error_everywhere(pool, wrong, said):
+    """A longer row, another dtype, another call on rank 2: the same MismatchError on all."""
+    results = pool.run(gathered, wrong)
+    assert {kind for kind, _ in results} == {"MismatchError"}
+    assert said in results[0][1]
 
 
 @pytest.mark.cuda

@@ -30,6 +30,7 @@ __all__ = [
     "Phase",
     "Schedule",
     "all_reduce_seconds",
+    "gathering",
     "interpolate",
     "is_backends",
     "link_seconds",
@@ -181,6 +182,28 @@ def schedule(
     if made is None:
         raise InputError(f"{method.text!r}: no closed form of what it sends is known")
     return made(method, numel, ranks, rank)
+
+
+def gathering(row_bytes: int, ranks: int) -> Schedule:
+    """What ``gather_rows`` costs, by which the ranks tell each other a few numbers.
+
+    Args:
+        row_bytes: of each rank's numbers.
+        ranks: N.
+    """
+    check_whole("row_bytes", row_bytes, 1)
+    check_whole("ranks", ranks, 1)
+    if ranks == 1:
+        return _NOTHING
+    rounds = (ranks - 1).bit_length()
+    counts = [min(2**t, ranks - 2**t) for t in range(rounds)]
+    return Schedule(
+        rounds=rounds,
+        messages=1 + rounds,
+        sent_bytes=HEADER_BYTES + (ranks - 1) * row_bytes,
+        workspace_bytes=ranks * row_bytes,
+        phases=(_header(), *(Phase(1, count * row_bytes) for count in counts)),
+    )
 
 
 def _over(method: Method) -> Method | None:

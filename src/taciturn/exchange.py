@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from taciturn.aggregators.base import Aggregator, Group
+from taciturn.collectives.dissemination import gather_rows
 from taciturn.collectives.ring import Ring
 from taciturn.error_feedback import ErrorFeedback
 from taciturn.errors import InputError, MismatchError
@@ -57,10 +58,10 @@ def agree(
         if problem is not None:
             raise problem
         return
-    votes = torch.zeros(transport.size, dtype=torch.int64, device=transport.header_device)
-    votes[transport.rank] = -1 if problem is not None else zlib.crc32(repr(items).encode())
-    Ring().all_reduce(votes, transport)
-    said = votes.tolist()
+    vote = -1 if problem is not None else zlib.crc32(repr(items).encode())
+    said = gather_rows(torch.tensor([vote], device=transport.header_device), transport)[
+        :, 0
+    ].tolist()
     bad = [rank for rank, vote in enumerate(said) if vote == -1]
     if bad:
         text = _told(transport, bad[0], str(problem))
@@ -224,10 +225,9 @@ class Exchange:
         """
         if self.replicas_differ:
             # Replicas that differ may lie on both sides of an overflow.
-            flag = torch.tensor([0 if finite else 1], device=self.transport.header_device)
+            flag = torch.tensor([int(finite)], device=self.transport.header_device)
             with labelled("exchange"):
-                Ring().all_reduce(flag, self.transport)
-            agreed = not flag.item()
+                agreed = bool(gather_rows(flag, self.transport).all())
             if finite and not agreed and self._last is not None:
                 self._last.fill_(float("nan"))
             finite = agreed

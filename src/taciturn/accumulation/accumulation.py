@@ -17,7 +17,7 @@ from taciturn.accumulation.lookahead import Batch, Lookahead
 from taciturn.accumulation.window import Window
 from taciturn.aggregators.base import Aggregator
 from taciturn.collectives.base import Collective
-from taciturn.collectives.ring import Ring
+from taciturn.collectives.dissemination import gather_rows
 from taciturn.errors import InputError, MismatchError, PeerError
 from taciturn.exchange import Exchange, agree
 from taciturn.gradients import Untouched, check_gradients
@@ -279,8 +279,7 @@ class Accumulation:
         if self._comm is not None:
             self._comm.wait()
         numbers = numbers.to(self._transport.header_device)
-        Ring().all_reduce(numbers, self._transport)
-        return numbers.cpu()
+        return gather_rows(numbers, self._transport).sum(0).cpu()
 
     def _average(self) -> None:
         """Average all gradients where no backward has; a missing one counts as zero."""

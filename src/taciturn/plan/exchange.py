@@ -18,6 +18,7 @@ from taciturn.cost import (
     ELEMENT_BYTES,
     LinkSeconds,
     all_reduce_seconds,
+    gathering,
     interpolate,
     is_backends,
     link_seconds,
@@ -102,9 +103,7 @@ class Pricer:
 
     def finishing(self) -> LinkSeconds:
         """Of the round in which replicas that differ agree whether all was finite."""
-        made = schedule("ring", 1, self.ranks)
-        assert made is not None
-        return link_seconds(made, self.link)
+        return link_seconds(gathering(8, self.ranks), self.link)
 
     def _price(self, method: Method, buffer: Buffer) -> ExchangeSeconds:
         feedback = method.name in ("powersgd", "topk") or method.options.get("feedback") is True
