@@ -87,13 +87,13 @@ def test_times_are_rounded_not_cut(start_ns: int, duration_ns: int) -> None:
 
     Floats hold them up to 2^53 ns from the base, which is 104 days; the base changes every quarter.
     """
-    from taciturn.trace.reader import _Columns, _ns
+    from taciturn.trace.columns import Columns, nanoseconds
 
-    columns = _Columns(())
+    columns = Columns(())
     start, duration = (float(f"{ns // 1000}.{ns % 1000:03d}") for ns in (start_ns, duration_ns))
     columns.add([event("k", start, duration)])
-    assert _ns(columns.start_us).tolist() == [start_ns]
-    assert _ns(columns.duration_us).tolist() == [duration_ns]
+    assert nanoseconds(columns.start_us).tolist() == [start_ns]
+    assert nanoseconds(columns.duration_us).tolist() == [duration_ns]
 
 
 def test_absolute_microseconds_keep_their_digits(tmp_path: Path) -> None:

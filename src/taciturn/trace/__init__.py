@@ -1,14 +1,14 @@
 """What a step waits for, read from the files of torch.profiler; importing needs no torch.
 
-From file to answer: ``scan`` (bytes to event objects), ``reader`` (columns), ``steps``,
-``collectives`` with ``messages`` and ``pairing`` (who meets whom), ``clock`` (one time for all
-ranks), ``view`` (a rank on it), ``graph`` with ``draft``, ``threads`` and ``streams`` (what had
-to wait for what), ``replay`` (as soon as possible), ``exposure`` and ``path`` (differences of
-replays, the critical path), ``analysis`` (all of it), ``straggler``, ``diagnosis`` and ``notes``
-(in words), ``report`` (plain values), ``whatif`` (predictions) with ``alphabeta``,
-``codecs`` and ``probed`` (of link and methods); ``table``, ``page`` with ``picture``, and
-``perfetto`` show it. ``recording`` makes such files; only while it does is torch
-needed.
+From file to answer: ``scan`` (bytes to event objects), ``reader`` with ``columns`` and ``identity``
+(arrays; whose they are), ``steps``, ``collectives`` with ``messages`` and ``pairing`` (who meets
+whom), ``clock`` (one time for all ranks), ``view`` (a rank on it), ``graph`` with ``draft``,
+``threads`` and ``streams`` (what had to wait for what), ``replay`` (as soon as possible),
+``exposure`` and ``path`` (differences of replays, the critical path), ``analysis`` (all of it),
+``straggler``, ``diagnosis`` and ``notes`` (in words), ``report`` (plain values), ``whatif``
+(predictions) with ``alphabeta``, ``codecs`` and ``probed`` (of link and methods); ``table``,
+``page`` with ``picture``, and ``perfetto`` show it. ``recording`` makes such files; only while it
+does is torch needed.
 
 ::
 

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from taciturn.trace.events import Trace
+from taciturn.trace.identity import MAX_RANKS, parse_ranks
 from taciturn.trace.kinds import Kind
 from taciturn.trace.messages import canonical, input_type, size_bytes
 from taciturn.trace.pairing import pair_gloo
-from taciturn.trace.reader import parse_ranks
 from taciturn.trace.steps import Step, launch_rows, step_of_rows
 
 __all__ = [
@@ -26,7 +26,6 @@ __all__ = [
     "match",
 ]
 
-MAX_RANKS = 10**6  # of a group; more is a broken number
 UNKNOWN_GROUP = "unknown"
 """Group of a collective whose file does not say which it is."""
 
