@@ -43,11 +43,17 @@ class Trainee:
     """One method's model, optimizer and communicator, on one rank."""
 
     def __init__(
-        self, method: str, parameters: int, rate: float, resync_every: int | None, seed: int = 0
+        self,
+        method: str,
+        parameters: int,
+        rate: float,
+        resync_every: int | None,
+        seed: int = 0,
+        clip_norm: float | None = None,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
         net = inputs.GPT(inputs.gpt_shape(parameters), generator)
-        self.method = method
+        self.method, self.clip_norm = method, clip_norm
         self.model = DistributedDataParallel(net)
         self.comm: ddp.Communicator | None = None
         if method in HOOKS:
@@ -63,6 +69,8 @@ class Trainee:
         loss = inputs.GPT.loss(self.model, batch)  # type: ignore[arg-type]
         self.optimizer.zero_grad()
         loss.backward()
+        if self.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
         self.optimizer.step()
         return loss.item()
 

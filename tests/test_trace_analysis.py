@@ -248,14 +248,18 @@ def test_a_profiler_that_slows_the_cpu_is_named(tmp_path: Path) -> None:
     assert any("recorded with profile_memory, with_stack" in note for note in report.notes)
 
 
-@pytest.mark.parametrize("how", ["cut", "odd times", "unknown name"])
+@pytest.mark.parametrize("how", ["cut", "odd times", "unknown name", "several ranks"])
 def test_no_collective_is_no_proof_where_some_may_be_missing(tmp_path: Path, how: str) -> None:
-    """A cut file, dropped events, or a name that sounds like one: nothing is told as certain."""
+    """A cut file, dropped events, a name that sounds like one, a job of several ranks: nothing is
+    told as certain.
+    """
     events = [step(1, 0, 100), event("gemm", 10, 50), {**reduce(20, 5), "ts": "never"}]
     if how == "odd times":
         content: Any = document(events)
     elif how == "cut":
         content = json.dumps(document(events)).encode()[:-150]
+    elif how == "several ranks":
+        content = document(events[:2], world=8)
     else:
         content = document([*events[:2], event("oneccl_allreduce", 20, 5)])
     report = made(tmp_path, content).report
@@ -379,6 +383,35 @@ def test_the_cause_of_lateness_explains_it(
     assert (
         found.late_s == pytest.approx(report.mean.ranks[1].late_s) == pytest.approx(pause_us / 1e6)
     )
+
+
+@pytest.mark.parametrize("steps", [4, 1])
+def test_lateness_is_of_the_steps_that_are_known(tmp_path: Path, steps: int) -> None:
+    """Rank 1 is 3 ms late in each step; of one step a kernel is lost: the mean is over the others,
+    and where there are none it is a least, and the table has no number.
+    """
+
+    def rank(late_us: int) -> list[Any]:
+        events = []
+        for i in range(steps):
+            at, size = 20_000 * i, {"dtype": "Float", "In msg nelems": 1000}
+            events += [
+                step(i + 1, at, 18_000),
+                *(launch(at + 100, 2 * i + 1), launch(at + 110, 2 * i + 2)),
+                reduce(at + 2000 + late_us, 3400 - late_us, correlation=2 * i + 1, **size),
+                reduce(at + 5410, 400, correlation=2 * i + 2, **{**size, "In msg nelems": 10}),
+            ]
+        return events
+
+    files = [document(rank(late), rank=late // 3000, world=2) for late in (0, 3000)]
+    del files[1]["traceEvents"][4]
+    report = made(tmp_path, *files).report
+    assert report.straggler is not None
+    assert (report.straggler.rank, report.straggler.at_least) == (1, steps == 1)
+    assert report.straggler.late_s == pytest.approx(3e-3, rel=0.01)
+    assert [step.ranks[1].late_s is None for step in report.steps] == [True] + [False] * (steps - 1)
+    assert (report.mean.ranks[1].late_s is None) == (steps == 1)
+    assert ("at least" in report.diagnosis) == (steps == 1)
 
 
 def test_ranks_of_different_jobs_are_refused_by_what_they_send() -> None:

@@ -105,6 +105,19 @@ def test_the_page_and_the_joined_file(run: Run, tmp_path: Path) -> None:
         assert "cannot write" in err
 
 
+def test_nothing_is_written_over_what_is_read(run: Run, tmp_path: Path) -> None:
+    """Nor twice to one file, nor into a folder's trace."""
+    trace = tmp_path / "rank0.json"
+    trace.write_text(json.dumps(document([step(1, 0, 100), event("gemm", 5, 5)])))
+    before = trace.read_bytes()
+    for given in (trace, tmp_path):
+        status, _, err = run(given, "--json", tmp_path / "." / "rank0.json")
+        assert (status, "--json" in err, "is read" in err) == (2, True, True)
+    status, _, err = run(trace, "--json", tmp_path / "out", "--html", tmp_path / "out")
+    assert (status, "is that of --json" in err) == (2, True)
+    assert trace.read_bytes() == before
+
+
 def test_a_method_with_its_codec(run: Run, tmp_path: Path) -> None:
     """``--codecs`` names the cost that ``--what-if method=...`` needs."""
     codecs = tmp_path / "codecs.json"
@@ -180,7 +193,10 @@ def test_ranks_and_kinds_from_the_command_line(run: Run, tmp_path: Path) -> None
     assert "my_fast_allreduce" not in out
     status, _, err = run(*files, "--rank", 1)
     assert status == 2
-    assert "1 ranks for 2 files" in err
+    assert "1 ranks for 2 different files" in err
+    status, _, err = run(*files, "--rank", 1, "--rank", -1)
+    assert status == 2
+    assert "--rank=-1" in err
 
 
 def test_no_torch_is_needed() -> None:

@@ -103,6 +103,18 @@ def test_ends_that_do_not_agree_are_refused() -> None:
     assert clocks.correct(part(1, 3, 4)) == part(1, 3, 4)
 
 
+def test_noise_is_no_drift() -> None:
+    """A few ends within 10 ms that happen to lie on a line steeper than crystals differ."""
+    steep = [0, 2600, 5200, 7800, 10_400]  # ns over 4 x 10 ms: 260 ppm
+    meetings = [
+        Meeting((part(0, at, at + 1000), part(1, at, at + 1000 + off)), True)
+        for at, off in zip(range(0, 50_000_000, 10_000_000), steep, strict=True)
+    ]
+    fix = align([0, 1], meetings, bracketed=False).corrections[1]
+    assert fix.drift == 0
+    assert fix.uncertainty_ns >= 2600
+
+
 def test_a_rank_is_aligned_over_another() -> None:
     """Rank 2 shares nothing with rank 0, but with rank 1, which does."""
     first = Meeting((part(0, 0, 100_000), part(1, 1_000_000, 1_100_000)), True)

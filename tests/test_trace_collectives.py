@@ -205,6 +205,19 @@ def test_gloo_events_find_their_calls() -> None:
     assert count == 2 * 12 + 2 * 3 + 4 * 12
 
 
+@pytest.mark.parametrize("late_us", [100, 10_000, 100_000])
+def test_events_taken_up_late_keep_their_calls(tmp_path: Path, late_us: int) -> None:
+    """Where nothing is lost, however long a thread of gloo waits for a core, also before steps."""
+    events = [step(1, 1_000_000, 500_000)]
+    for i, at in enumerate((0, 1000, 2000, 3000, 1_000_100, 1_001_000)):
+        events += [
+            event("c10d::allreduce_", at, 10, cat="cpu_op", tid=1),
+            event("gloo:all_reduce", at + late_us + i, 400, cat="user_annotation", tid=2 + i % 2),
+        ]
+    (found,), _ = parts([read(write(tmp_path / "t.json", document(events)))])
+    assert [one.start_ns - one.call_ns for one in found] == [1000 * (late_us + i) for i in range(6)]
+
+
 @cache
 def whole_pairs() -> dict[int, int]:
     """Start of each event of gloo in one of our recordings, and the time of its call."""

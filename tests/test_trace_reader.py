@@ -406,6 +406,29 @@ def test_ranks_of_different_jobs_are_refused(tmp_path: Path) -> None:
     files = ranks(tmp_path, {"rank": 0, "world_size": 2}, {"rank": 2, "world_size": 2})
     with pytest.raises(InputError, match="rank 2 of 2"):
         read_all(files)
+    day_ns = 86_400 * 10**9
+    for days, refused in ((3, True), (0.5, False)):
+        bases = (1_700_000_000_000_000_000, 1_700_000_000_000_000_000 + int(days * day_ns))
+        files = [
+            write(tmp_path / f"{rank}.json", document(EVENTS, rank=rank, world=2, base=base))
+            for rank, base in enumerate(bases)
+        ]
+        if refused:
+            with pytest.raises(InputError, match="begins 3 days later"):
+                read_all(files)
+        else:
+            assert len(read_all(files)[0]) == 2
+
+
+def test_a_folder_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is named, as a file is."""
+
+    def refuse(_path: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(InputError, match=r"cannot read the folder .* Permission denied"):
+        read_all([tmp_path])
 
 
 def test_a_folder_may_hold_other_json(tmp_path: Path) -> None:

@@ -121,12 +121,17 @@ def test_exactly_these_steps(tmp_path: Path, steps: int, skip: int) -> None:
 
 
 def test_a_loop_that_ends_early(tmp_path: Path) -> None:
-    """The steps that there were are written, and nothing after them counts as a step."""
+    """The steps that there were are written, with a warning; nothing after them is a step."""
     step = step_of(network())
-    with record(tmp_path, steps=5, skip=1) as recording:
-        for _ in range(3):
-            step()
-            recording.step()
+
+    def loop() -> None:
+        with record(tmp_path, steps=5, skip=1) as recording:
+            for _ in range(3):
+                step()
+                recording.step()
+
+    with pytest.warns(UserWarning, match="after 2 of the 5 steps"):
+        loop()
     assert numbers(tmp_path / "rank0.pt.trace.json.gz") == [1, 2]
 
 

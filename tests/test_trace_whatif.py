@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -61,11 +62,15 @@ def test_changes_as_written(text: str, change: Change) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "faster", "bytes/0", "bytes*-1", "bandwidth*1e99", "all_reduce = 1", "bytes/x"]
+    ("text", "said"),
+    [
+        *[(text, "bandwidth") for text in ("", "faster", "all_reduce = 1", "bytes/x")],
+        *[(text, "from 1e-9 to 1e9") for text in ("bytes/0", "bytes*-1", "bandwidth*1e99")],
+    ],
 )
-def test_what_is_no_change_is_refused(text: str) -> None:
-    """With examples."""
-    with pytest.raises(InputError, match="bandwidth"):
+def test_what_is_no_change_is_refused(text: str, said: str) -> None:
+    """With examples, or with the bounds of a factor."""
+    with pytest.raises(InputError, match=said):
         parse_change(text)
 
 
@@ -157,12 +162,46 @@ def test_a_probed_link_knows_methods_and_latency(tmp_path: Path) -> None:
     assert coded.codec_s == pytest.approx(30e-3)  # 32 rounds where the backend has 2
 
 
-def test_a_probe_of_other_ranks_is_refused(tmp_path: Path) -> None:
-    """What is known of two ranks is not known of three."""
+def test_what_the_backend_takes_itself_is_not_charged(tmp_path: Path) -> None:
+    """It is in the recorded transfers: the backend costs nothing, others what they take beyond."""
     path = tmp_path / "link.json"
-    make_link(ranks=3).write(path)
-    with pytest.raises(InputError, match=r"between 3 ranks, and all_reduces .* among 2"):
+    names = ("backend", "ring", "quantized:bits=8")
+    seconds = {"backend": 4e-9, "ring": 3e-9, "quantized:bits=8": 12e-9}
+    make_link(ranks=2, methods=names, local_s_per_elem=seconds.__getitem__).write(path)
+    analysis = analyse(own("bucketed"))
+    probed = read_probed(path, analysis)
+    assert {k: round(v.codec_s_per_byte * 1e9, 6) for k, v in probed.codecs.items()} == {
+        "backend": 0,
+        "ring": 0,
+        "quantized:bits=8": 2,
+    }
+    (same,) = ask(analysis, "method=backend", alpha_beta=probed.alpha_beta, codecs=probed.codecs)
+    assert same.step_s == pytest.approx(same.base_s, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "backend", "said"),
+    [
+        (3, "gloo", "between 3 ranks, and all_reduces .* among 2"),
+        (2, "nccl", "over nccl, and the trace is of gloo"),
+    ],
+)
+def test_a_probe_of_another_link_is_refused(
+    tmp_path: Path, ranks: int, backend: str, said: str
+) -> None:
+    """What is known of three ranks, or of another backend, is not known of these."""
+    path = tmp_path / "link.json"
+    replace(make_link(ranks=ranks), backend=backend).write(path)
+    with pytest.raises(InputError, match=said):
         read_probed(path, analyse(own("bucketed")))
+
+
+@pytest.mark.parametrize(("slower", "noted"), [(1, False), (100, True)])
+def test_a_link_that_is_not_that_of_the_trace_is_noted(slower: int, noted: bool) -> None:
+    """Where what it says of a size is far from what the trace took."""
+    analysis = analyse(own("bucketed"))
+    (found,) = ask(analysis, "bandwidth*2", alpha_beta=AlphaBeta(0.0, slower * 6e-9))
+    assert any("as if on another link" in note for note in found.notes) == noted
 
 
 def test_the_link_is_fitted_from_sizes() -> None:

@@ -498,6 +498,7 @@ def _trace(
             raise InputError(f"{option} is about a change: say which, with --what-if")
     if link is not None and line is not None:
         raise InputError("--link has latency and bandwidth: leave --alpha and --beta out")
+    _check_outputs(paths, {"--json": json, "--html": html, "--perfetto": perfetto})
     rules = [parse_kind(one) for one in kind or ()]
     analysis = analyse(paths, ranks=rank or (), rules=rules, strict=strict)
     report, refused = analysis.report, None
@@ -527,6 +528,18 @@ def _trace(
         raise refused
     if report.lost:
         raise typer.Exit(3)
+
+
+def _check_outputs(inputs: list[Path], outputs: dict[str, Path | None]) -> None:
+    """Refuse to write over what is read, or twice to one file."""
+    within = [one for path in inputs if path.is_dir() for one in path.glob("*")]
+    taken = {path.resolve(): "is read" for path in [*inputs, *within]}
+    for option, path in outputs.items():
+        if path is None:
+            continue
+        if path.resolve() in taken:
+            raise InputError(f"{option} {path}: this file {taken[path.resolve()]}; name another")
+        taken[path.resolve()] = f"is that of {option}"
 
 
 def _write(option: str, path: Path, data: bytes) -> None:

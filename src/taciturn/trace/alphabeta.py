@@ -12,12 +12,18 @@ import numpy as np
 from taciturn.errors import InputError
 from taciturn.trace.analysis import Analysis
 from taciturn.trace.collectives import Collective
+from taciturn.trace.report import size_text
 from taciturn.trace.timeline import unite
+from taciturn.units import format_seconds
 
-__all__ = ["MAX_ALPHA_NS", "AlphaBeta", "fit_alpha_beta"]
+__all__ = ["MAX_ALPHA_NS", "AlphaBeta", "disagreement", "fit_alpha_beta"]
 
 MAX_ALPHA_NS = 10_000_000
 """More latency than any network within a data centre gives one call; say --alpha where it is."""
+
+
+FAR = 3
+"""Between what a link is said to take and what it took: more is hardly the same link."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,7 @@ class AlphaBeta:
         for name in ("alpha_s", "beta_s_per_byte"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < 1e6:
-                raise InputError(f"{name} is {value!r}; give seconds from 0 on")
+                raise InputError(f"{name} is {value!r}; give seconds from 0 on and below 1e6")
         if self.given and self.alpha_s == self.beta_s_per_byte == 0:
             raise InputError("alpha_s and beta_s_per_byte are both 0: give one that is not")
 
@@ -68,6 +74,23 @@ def fit_alpha_beta(analysis: Analysis, name: str) -> AlphaBeta:
     elif beta < 0:
         alpha, beta = float((1 / t).sum() / ((1 / t) ** 2).sum()), 0.0
     return AlphaBeta(alpha, beta, given=False)
+
+
+def disagreement(line: AlphaBeta, analysis: Analysis, name: str) -> str:
+    """A sentence where a line that was given is far from what the trace has; else empty."""
+    by_size: dict[int, list[float]] = defaultdict(list)
+    for size, ns in _bursts(analysis, name):
+        by_size[size].append(ns / 1e9)
+    if not by_size or line.beta_s_per_byte is None:
+        return ""
+    size = max(by_size)
+    told_s, took_s = (line.alpha_s or 0.0) + line.beta_s_per_byte * size, median(by_size[size])
+    if max(told_s, took_s) <= FAR * min(told_s, took_s):
+        return ""
+    return (
+        f"{name} of {size_text(size)} takes {format_seconds(told_s)} on the link that was given, "
+        f"and took {format_seconds(took_s)} in the trace, as if on another link"
+    )
 
 
 def _bursts(analysis: Analysis, name: str) -> Iterator[tuple[int, int]]:

@@ -37,7 +37,7 @@ from taciturn.trace.report import (
     StepReport,
 )
 from taciturn.trace.steps import Step, steps_of
-from taciturn.trace.straggler import find_straggler, lateness
+from taciturn.trace.straggler import Lateness, find_straggler, lateness
 from taciturn.trace.timeline import intersect, subtract
 from taciturn.trace.view import View
 
@@ -259,7 +259,7 @@ def _step(
     classes: Sequence[Class],
     exposures: Exposures,
     path: Sequence[Stretch],
-    late: Mapping[int, Mapping[int, int]],
+    late: Lateness,
     bounded: bool,
 ) -> StepReport:
     here = [meeting for meeting in meetings if meeting.first.step == index]
@@ -289,7 +289,7 @@ def _step(
         exposed_high_s=high,
         critical_path=by_kind(path, *exposures.bounds_ns[index]),
         collectives=tuple(rows),
-        ranks=tuple(_rank_row(index, one, here, late.get(index, {})) for one in inside),
+        ranks=tuple(_rank_row(index, one, here, late) for one in inside),
     )
 
 
@@ -329,13 +329,14 @@ def _row(
 
 
 def _rank_row(
-    index: int, inside: Occupation, meetings: Sequence[Meeting], late: Mapping[int, int]
+    index: int, inside: Occupation, meetings: Sequence[Meeting], late: Lateness
 ) -> RankRow:
     view = inside.view
     busy = inside.of(index)
     step = view.steps[index]
     mine = [one for one in meetings if any(each.rank == view.rank for each in one.members)]
     known = not any(meeting.alone for meeting in mine)
+    late_ns = late.of(index, view.rank)
     return RankRow(
         rank=view.rank,
         measured_s=(step.end_ns - step.start_ns) / 1e9,
@@ -343,7 +344,7 @@ def _rank_row(
         overlapped_s=intersect(busy, inside.compute).total_ns / 1e9,
         waiting_s=inside.waiting(mine).total_ns / 1e9 if known else None,
         compute_s=inside.computing(index).total_ns / 1e9,
-        late_s=late.get(view.rank, 0) / 1e9,
+        late_s=late_ns / 1e9 if late_ns is not None else None,
     )
 
 
@@ -370,6 +371,10 @@ def _mean(steps: Sequence[StepReport]) -> StepReport:
     )
 
 
+_WHERE_KNOWN = ("overlap", "late_s")
+"""Means of these are over the steps that have one."""
+
+
 def _average(rows: Sequence[Row], count: int) -> Row:
     """The first row with its seconds averaged over ``count`` steps; what is missing counts as 0."""
     changes: dict[str, Any] = {}
@@ -377,6 +382,9 @@ def _average(rows: Sequence[Row], count: int) -> Row:
         values = [getattr(row, field.name) for row in rows]
         if field.name.endswith("_s") or field.name == "overlap":
             known = [value for value in values if value is not None]
-            per = len(known) if field.name == "overlap" else count
-            changes[field.name] = sum(known) / per if len(known) == len(values) and per else None
+            if field.name in _WHERE_KNOWN:
+                changes[field.name] = sum(known) / len(known) if known else None
+            else:
+                whole = len(known) == len(values)
+                changes[field.name] = sum(known) / count if whole and count else None
     return replace(rows[0], **changes)

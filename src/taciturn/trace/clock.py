@@ -25,7 +25,9 @@ __all__ = ["Clocks", "Correction", "align"]
 
 MAX_RESIDUAL_NS = 500_000  # ends of one all-reduce that still differ by more: clocks do not agree
 MAX_BRACKET_NS = 2_000_000  # half a bracket; a wait of a millisecond must still be seen
-MAX_DRIFT = 1e-3  # of quartz: a thousand times better
+END_NOISE_NS = 20_000  # ends of one all-reduce differ by as much between ranks of one clock
+QUARTZ_DRIFT = 1e-4  # what two crystals differ by at most
+MAX_DRIFT = 1e-3  # of a clock that is being set right
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,9 @@ def _from_ends(pairs: Sequence[tuple[Collective, Collective]]) -> Correction | s
         middle = float(np.median(line))
         after = float(np.median(np.abs(line - middle)))
         # A drift that halves what is left is one; noise of microseconds over a step is not.
-        if abs(slope) <= MAX_DRIFT and after <= spread / 2:
+        moves = abs(slope) * float(np.ptp(time))
+        likely = abs(slope) <= QUARTZ_DRIFT or END_NOISE_NS < moves <= MAX_DRIFT * np.ptp(time)
+        if likely and after <= spread / 2:
             drift, spread = slope, after
             offset += round(middle)
     if spread > MAX_RESIDUAL_NS:
@@ -196,8 +200,9 @@ def _describe(corrections: Mapping[int, Correction], refused: Mapping[int, str])
     if moved:
         rank, fix = max(moved.items(), key=lambda item: abs(item[1].offset_ns))
         drift = f", drift {fix.drift * 1e6:.3g} ppm" if fix.drift else ""
+        ranks = f"{len(moved)} rank{'s' * (len(moved) > 1)}"
         notes.append(
-            f"clocks aligned on {len(moved)} ranks; largest offset {fix.offset_ns / 1e6:.8g} ms"
+            f"clocks aligned on {ranks}; largest offset {fix.offset_ns / 1e6:.8g} ms"
             f"{drift} (rank {rank}), good to {fix.uncertainty_ns / 1e3:.3g} us"
         )
     notes += [f"clock not aligned: {why}" for why in refused.values()]

@@ -29,7 +29,9 @@ class CodecCost:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if not (isinstance(value, int | float) and 0 <= value < 1e6):
-                raise InputError(f"{name} of a codec is {value!r}; give a number from 0 on")
+                raise InputError(
+                    f"{name} of a codec is {value!r}; give a number from 0 on and below 1e6"
+                )
 
 
 def method_key(method: str) -> str:
@@ -61,5 +63,5 @@ def read_codecs(path: Path) -> dict[str, CodecCost]:
         try:
             codecs[method_key(method)] = CodecCost(**cost)
         except TypeError as error:
-            raise InputError(f"{path}: {method!r} has other fields ({error}); {shape}") from error
+            raise InputError(f"{path}: {method!r} lacks fields, or has others; {shape}") from error
     return codecs

@@ -76,8 +76,8 @@ def _late(one: Straggler) -> str:
     else:
         why = ""
     return (
-        f"Rank {one.rank} arrives {format_seconds(one.late_s)} late {when}{why}; no compression "
-        "will help with that."
+        f"Rank {one.rank} arrives {'at least ' * one.at_least}{format_seconds(one.late_s)} late "
+        f"{when}{why}; no compression will help with that."
     )
 
 

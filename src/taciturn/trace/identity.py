@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ __all__ = [
 ]
 
 MAX_RANKS = 10**6  # of a group; more is a broken number
+MAX_APART_NS = 86_400 * 10**9  # ranks of one job are recorded within a day, whatever their clocks
+DATED_NS = 10**18  # the year 2001; times below count from some other beginning
 _RANK_IN_NAME = re.compile(r"(?:rank|worker|(?<![a-z])r)[-_.]?(\d+)", re.IGNORECASE)
 
 
@@ -112,6 +115,18 @@ def check_described_alike(traces: Sequence[Trace]) -> None:
             raise InputError(
                 f"{first} and {second} are of different jobs: their {what} is {one!r} and "
                 f"{other!r}; name the files of one job"
+            )
+    # Clocks differ by seconds; a file without a time of day begins near 0.
+    dated = sorted(
+        (trace for trace in traces if trace.events.start_ns[0] > DATED_NS),
+        key=lambda trace: int(trace.events.start_ns[0]),
+    )
+    for one, other in pairwise(dated):
+        apart_ns = int(other.events.start_ns[0] - one.events.start_ns[0])
+        if apart_ns > MAX_APART_NS:
+            raise InputError(
+                f"{one} and {other} are of different jobs: the second begins "
+                f"{apart_ns / 86_400e9:.0f} days later; name the files of one job"
             )
     size = next((trace.world_size for trace in traces if trace.world_size), None)
     for trace in traces:

@@ -43,6 +43,8 @@ def doubt_about_none(traces: Sequence[Trace]) -> str:
         doubts.append(f"{odd} events have no usable time")
     if names := unknown_names(traces):
         doubts.append(f"{names[0][0]} sounds like one (--kind 'PATTERN=comm')")
+    if size := max((trace.world_size or 1 for trace in traces), default=1) - 1:
+        doubts.append(f"the files are of a job of {size + 1} ranks")
     return "; ".join(doubts)
 
 

@@ -32,12 +32,17 @@ def pair_gloo(
     of a queue in order, and at once when they are free; two of them may swap neighbours, which
     sizes tell apart where they are recorded. So the oldest call of that size is taken, unless a
     younger one was taken up long before, or the thread was free long before and the call is of
-    another step: then the event of that call is not in the file.
+    another step: then the event of that call is not in the file. Where there are as many events as
+    calls of a name, none is lost, and a thread may have waited for a core as long as it likes.
     """
     events = trace.events
     waiting = _waiting_calls(trace, calls, step_index)
     more = Counter((name, one.step) for name, queue in waiting.items() for one in queue.calls)
-    more.subtract((canonical(trace.name(row)), int(step_index[row])) for row in rows.tolist())
+    left = {name: len(queue.calls) for name, queue in waiting.items()}
+    for row in rows.tolist():
+        if events.queue[row] < 0 and (name := canonical(trace.name(row))) in left:
+            more[name, int(step_index[row])] -= 1
+            left[name] -= 1
     paired: dict[int, int] = {}
     free_ns: dict[int, int] = {}
     for row in rows.tolist():
@@ -47,7 +52,8 @@ def pair_gloo(
         name = canonical(trace.name(row))
         queue = waiting[name]
         size = size_bytes(trace.args.get(row, {}))
-        queue.forget(start)
+        if left.get(name, 1):
+            queue.forget(start)
         early = [one for one in queue.calls[:64] if one.time_ns <= start]
         same = [one for one in early if size is not None and one.size_bytes == size]
         idle = free_ns.get(lane, 0)
@@ -58,6 +64,7 @@ def pair_gloo(
             if start - max(one.time_ns, idle) <= TAKE_UP_NS
             # A thread that has to wait for a core takes longer; but not into the next step.
             or one.step == step >= 0
+            or not left.get(name, 1)
         ]
         if more[name, step] > 0:  # events of this step are lost: what fits before what is old
             likely.sort(key=lambda one: start - max(one.time_ns, idle) > TAKE_UP_NS)

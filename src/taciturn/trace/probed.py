@@ -45,16 +45,32 @@ def read_probed(path: Path, analysis: Analysis) -> Probed:
             f"{path} was measured between {link.ranks} ranks, and all_reduces of the trace are "
             f"among {other}: probe between as many"
         )
+    backends = {trace.backend for trace in (view.trace for view in analysis.views)} - {""}
+    for other_backend in sorted(backends - {link.backend}):
+        raise InputError(
+            f"{path} was measured over {link.backend}, and the trace is of {other_backend}: probe "
+            "over the same backend"
+        )
     plain = link.all_reduce.get("fp32")
     if plain is None:
         raise InputError(f"{path} has no all_reduce of fp32: probe again")
     line = AlphaBeta(plain.alpha_s.value, plain.beta_s_per_byte.value, given=False)
-    codecs = {method_key(speed.method): _cost(speed, link, plain) for speed in link.methods}
+    backend = next((speed for speed in link.methods if speed.method == "backend"), None)
+    codecs = {
+        method_key(speed.method): _cost(speed, link, plain, backend) for speed in link.methods
+    }
     return Probed({"all_reduce": line}, codecs)
 
 
-def _cost(speed: MethodSpeed, link: Link, plain: Fit) -> CodecCost:
-    """What a method takes beyond its bytes: coding, copies, waiting for cores, more rounds."""
+def _cost(speed: MethodSpeed, link: Link, plain: Fit, backend: MethodSpeed | None) -> CodecCost:
+    """What a method takes beyond its bytes: coding, copies, waiting for cores, more rounds.
+
+    What the backend takes itself is in the transfers of the trace already.
+    """
+    fixed_s, per_elem_s = speed.local_fixed_s.value, speed.local_s_per_elem.value
+    if backend is not None:
+        fixed_s = max(0.0, fixed_s - backend.local_fixed_s.value)
+        per_elem_s = max(0.0, per_elem_s - backend.local_s_per_elem.value)
     nbytes = FP32_BYTES * speed.elems[-1]
     if speed.rounds is None or speed.sent_bytes is None:  # the backend's own, of narrower elements
         ratio = speed.link_s[-1] / plain.seconds_at(nbytes)
@@ -65,6 +81,6 @@ def _cost(speed: MethodSpeed, link: Link, plain: Fit) -> CodecCost:
         rounds_s = max(0.0, latency_s - plain.seconds_at(0))
     return CodecCost(
         bytes_ratio=ratio,
-        codec_s_per_byte=speed.local_s_per_elem.value / FP32_BYTES,
-        codec_s=speed.local_fixed_s.value + rounds_s,
+        codec_s_per_byte=per_elem_s / FP32_BYTES,
+        codec_s=fixed_s + rounds_s,
     )

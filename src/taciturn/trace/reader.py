@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from taciturn.errors import InputError
+from taciturn.ranges import check_whole
 from taciturn.trace.columns import Columns, column, nanoseconds
 from taciturn.trace.events import Events, Flows, Loss, Trace
 from taciturn.trace.identity import check_described_alike, groups_of, numbered, positive, rank_of
@@ -42,7 +43,14 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
     found: list[Path] = []
     for path in paths:
         if path.is_dir():
-            inside = sorted(p for p in path.iterdir() if _TRACE_FILE.search(p.name) and p.is_file())
+            try:
+                within = sorted(path.iterdir())
+                inside = [p for p in within if _TRACE_FILE.search(p.name) and p.is_file()]
+            except OSError as error:
+                raise InputError(
+                    f"cannot read the folder {path}: {error.strerror}; name the files, or a folder "
+                    "that you may read"
+                ) from error
             if not inside:
                 raise InputError(
                     f"{path} holds no file that ends in .json, .json.gz or .zip; name a folder of "
@@ -114,8 +122,11 @@ def read_all(
     files = find_files(paths)
     if ranks and len(ranks) != len(files):
         raise InputError(
-            f"{len(ranks)} ranks for {len(files)} files; give one --rank for each file, in order"
+            f"{len(ranks)} ranks for {len(files)} different files; give one --rank for each file, "
+            "in order"
         )
+    for one in ranks:
+        check_whole("--rank", one, 0)
     traces: list[Trace] = []
     notes: list[str] = []
     named = {path for path in paths if not path.is_dir()}

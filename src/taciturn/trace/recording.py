@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import tempfile
+import warnings
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -133,6 +134,12 @@ class Recording(AbstractContextManager["Recording"]):
         try:
             # Of a loop that raises in its first recorded step, that step is all there is.
             self._write(unfinished=_STEP.format(number=self._done) if recorded >= 1 else "")
+            if error is None:
+                warnings.warn(
+                    f"the loop ended after {recorded} of the {self._steps} steps to record: the "
+                    "file has only these",
+                    stacklevel=2,
+                )
         except Exception as failed:
             if error is None:
                 raise

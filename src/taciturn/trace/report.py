@@ -88,7 +88,8 @@ class RankRow:
         overlapped_s: the part of it in which the rank computed.
         waiting_s: in at least one collective before its last rank has come; None if alone.
         compute_s: with compute of the step under way; on a GPU, what was launched in it.
-        late_s: how long after the median of the others it came, where it was last and latest.
+        late_s: how long after the median of the others it came, where it was last and latest; None
+            where it cannot be told. A mean is over the steps in which it can.
     """
 
     rank: int
@@ -97,7 +98,7 @@ class RankRow:
     overlapped_s: float
     waiting_s: float | None
     compute_s: float
-    late_s: float
+    late_s: float | None
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ class Straggler:
 
     Attributes:
         rank: which.
-        late_s: mean over all steps of :attr:`RankRow.late_s`: its arrival after the median of the
+        late_s: mean over those steps of :attr:`RankRow.late_s`: its arrival after the median of the
             others, in the collective to which it came latest; 0 in a step where others came last.
         steps: in so many steps it was the latest.
         of_steps: of so many.
@@ -154,6 +155,7 @@ class Straggler:
             which nothing was recorded for longer; empty if neither explains a third of it.
         excess_s: how much more, mean over steps.
         unrecorded: it is a pause.
+        at_least: of no step all collectives could be matched: it may come later than is known.
     """
 
     rank: int
@@ -163,6 +165,7 @@ class Straggler:
     excess: str
     excess_s: float
     unrecorded: bool = False
+    at_least: bool = False
 
 
 @dataclass(frozen=True)

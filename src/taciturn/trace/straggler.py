@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean, median
 
 import numpy as np
@@ -14,7 +15,7 @@ from taciturn.trace.report import Straggler
 from taciturn.trace.timeline import subtract, unite
 from taciturn.trace.view import CPU_KINDS, View
 
-__all__ = ["find_straggler", "lateness"]
+__all__ = ["Lateness", "find_straggler", "lateness"]
 
 LEAST_SHARE = 0.02  # of the step: less is not worth a name
 LEAST_NS = 100_000  # nor is less than the error of clocks
@@ -22,11 +23,27 @@ EXPLAINS = 1 / 3  # of its lateness: less is not the cause
 MOSTLY = 0.75  # of the steps: two of three happen by chance
 
 
-def lateness(meetings: Sequence[Meeting]) -> dict[int, dict[int, int]]:
-    """By index of step and rank: how late it came, at its latest, where it came last; in ns.
+@dataclass(frozen=True)
+class Lateness:
+    """How late ranks came, by index of step.
 
-    Late is after the median of the other ranks in the same collective.
+    Attributes:
+        late_ns: by step and rank: at its latest, where it came last; after the median of the other
+            ranks in the same collective.
+        partly: steps with collectives of which only one rank's part was found: in these a rank may
+            have come later than is known.
     """
+
+    late_ns: Mapping[int, Mapping[int, int]]
+    partly: frozenset[int]
+
+    def of(self, step: int, rank: int) -> int | None:
+        """How late a rank came, in ns; None where it cannot be told."""
+        return None if step in self.partly else self.late_ns.get(step, {}).get(rank, 0)
+
+
+def lateness(meetings: Sequence[Meeting]) -> Lateness:
+    """What the meetings in steps tell."""
     late: dict[int, dict[int, int]] = defaultdict(dict)
     for meeting in meetings:
         if len(meeting.members) < 2 or meeting.first.step < 0:
@@ -36,19 +53,21 @@ def lateness(meetings: Sequence[Meeting]) -> dict[int, dict[int, int]]:
         by = last.start_ns - round(median(others))
         step = late[meeting.first.step]
         step[last.rank] = max(step.get(last.rank, 0), by)
-    return late
+    return Lateness(late, frozenset(one.first.step for one in meetings if one.alone))
 
 
-def find_straggler(
-    views: Sequence[View], late: Mapping[int, Mapping[int, int]], step_ns: float
-) -> Straggler | None:
+def find_straggler(views: Sequence[View], lateness: Lateness, step_ns: float) -> Straggler | None:
     """The rank that is latest in most steps, by a time worth a name; else None.
+
+    Steps that are known in part count only where no other is, and then for a least lateness.
 
     Args:
         views: of the ranks that have met.
-        late: from :func:`lateness`.
+        lateness: of their collectives.
         step_ns: a usual step.
     """
+    whole = {step: by for step, by in lateness.late_ns.items() if step not in lateness.partly}
+    late = whole or lateness.late_ns
     least = max(LEAST_NS, LEAST_SHARE * step_ns)
     latest = [
         (max(ranks, key=lambda rank: ranks[rank]), max(ranks.values()))
@@ -64,7 +83,8 @@ def find_straggler(
     if len(by_rank[rank]) < MOSTLY * len(late):
         return None
     # In steps without any meeting nobody is late, but they count in the mean of the table.
-    count = min(len(view.steps) for view in views)
+    others = set(range(min(len(view.steps) for view in views))) - set(lateness.late_ns)
+    count = len(late) + len(others - lateness.partly)
     late_ns = sum(ranks.get(rank, 0) for ranks in late.values()) / count
     name, more, unrecorded = _cause(views, rank, EXPLAINS * late_ns)
     return Straggler(
@@ -72,6 +92,7 @@ def find_straggler(
         late_s=late_ns / 1e9,
         steps=len(by_rank[rank]),
         of_steps=len(late),
+        at_least=not whole,
         excess=name,
         excess_s=more / 1e9,
         unrecorded=unrecorded,

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from taciturn.errors import InputError
-from taciturn.trace.alphabeta import MAX_ALPHA_NS, AlphaBeta, fit_alpha_beta
+from taciturn.trace.alphabeta import MAX_ALPHA_NS, AlphaBeta, disagreement, fit_alpha_beta
 from taciturn.trace.analysis import Analysis
 from taciturn.trace.codecs import CodecCost, method_key
 from taciturn.trace.collectives import Meeting
@@ -88,7 +88,9 @@ def parse_change(text: str) -> Change:
         factor = float(found["factor"]) if found else 0.0
     except ValueError:
         factor = 0.0
-    if found is None or not 1e-9 <= factor <= 1e9:
+    if found is not None and not 1e-9 <= factor <= 1e9:
+        raise InputError(f"a factor of {found['factor']} in {text!r}: give one from 1e-9 to 1e9")
+    if found is None:
         raise InputError(f"cannot read the change {text!r}; {_HELP}")
     name = found["name"] or ""
     name = "" if name == "all" else name
@@ -121,8 +123,13 @@ def predict(
     names = {meeting.first.name for meeting in analysis.meetings}
     if isinstance(alpha_beta, AlphaBeta):
         alpha_beta = dict.fromkeys(names, alpha_beta)
-    known = {name: (alpha_beta or {}).get(name) or fit_alpha_beta(analysis, name) for name in names}
+    given = {name: line for name, line in (alpha_beta or {}).items() if name in names}
+    known = {name: given.get(name) or fit_alpha_beta(analysis, name) for name in names}
+    doubts = [disagreement(line, analysis, name) for name, line in given.items()]
     predictions = tuple(_predict(analysis, one, known, codecs or {}) for one in changes)
+    if predictions:
+        notes = (*filter(None, doubts), *predictions[0].notes)
+        predictions = (replace(predictions[0], notes=notes), *predictions[1:])
     return replace(analysis.report, predictions=predictions)
 
 
