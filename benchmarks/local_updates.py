@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_losses import PARAMETERS, split_corpus
+from ddp_losses import CLIP_NORM, PARAMETERS, split_corpus
 from ddp_trainee import mean, slowest
 from taciturn import DiLoCo, LocalSGD, ddp
 from taciturn.bench import inputs
@@ -116,6 +116,7 @@ def _ddp(
     for batch in batches:
         seconds = _backward(model, batch, sync=True)
         exposed += max(0.0, seconds - statistics.median(alone))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
         optimizer.step()
         schedule.step()
         metrics = comm.metrics()
@@ -169,6 +170,7 @@ def _local(
         for batch in batches:
             optimizer.zero_grad()
             net.loss(batch).backward()
+            torch.nn.utils.clip_grad_norm_(net.parameters(), CLIP_NORM)
             optimizer.step()
             schedule.step()
             note()
