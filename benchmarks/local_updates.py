@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_losses import CLIP_NORM, PARAMETERS, split_corpus
+from ddp_losses import CLIP_NORM, PARAMETERS, interval, split_corpus
 from ddp_trainee import mean, slowest
 from taciturn import DiLoCo, LocalSGD, ddp
 from taciturn.bench import inputs
@@ -206,7 +206,9 @@ def with_ratios(rows: list[Row]) -> list[Row]:
 
 def table(rows: list[Row]) -> str:
     """Return a line for each method and split, at its best step size: means over seeds."""
-    measures = "val loss  ratio   wall s  syncs  bytes/token  exposed s  drift"
+    measures = (
+        "seeds  val loss  ratio, 95 %       wall s  syncs  bytes/token  exposed s  hidden  drift"
+    )
     lines = [f"{'method':44} {'split':8} rate   {measures}"]
     rows = with_ratios(rows)
     for split in dict.fromkeys(row["split"] for row in rows):
@@ -217,21 +219,25 @@ def table(rows: list[Row]) -> str:
                     by_rate.setdefault(row["rate"], []).append(row)
             if not by_rate:
                 continue
+            # Step sizes are compared on the first seed, which all have.
             rate, some = min(
-                by_rate.items(), key=lambda item: statistics.fmean(r["val_loss"] for r in item[1])
+                by_rate.items(),
+                key=lambda item: next(r for r in item[1] if not r["seed"])["val_loss"],
             )
+            ratio, half = interval([row.get("loss_ratio_to_ddp", math.nan) for row in some])
             means = {
                 key: statistics.fmean(row.get(key, math.nan) for row in some)
                 for key in (
-                    "val_loss", "loss_ratio_to_ddp", "wall_s", "sync_count",
-                    "sent_bytes_per_token", "exposed_s", "drift",
+                    "val_loss", "wall_s", "sync_count", "sent_bytes_per_token", "exposed_s",
+                    "exchange_s", "drift",
                 )
             }  # fmt: skip
+            hidden = 1 - means["exposed_s"] / means["exchange_s"]
             lines.append(
-                f"{method:44} {split:8} {rate:.0e}  {means['val_loss']:.4f}   "
-                f"{means['loss_ratio_to_ddp']:.4f}  {means['wall_s']:6.1f}  "
+                f"{method:44} {split:8} {rate:.0e}  {len(some):5}  {means['val_loss']:.4f}    "
+                f"{ratio:.4f} +- {half:.4f}  {means['wall_s']:6.1f}  "
                 f"{means['sync_count']:5.0f}  {means['sent_bytes_per_token']:11.1f}  "
-                f"{means['exposed_s']:9.2f}  {means['drift']:.2f}"
+                f"{means['exposed_s']:9.2f}  {hidden:6.0%}  {means['drift']:.2f}"
             )
     return "\n".join(lines)
 
@@ -266,15 +272,19 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True, help="read rows there, and add to them")
     parser.add_argument("--quick", action="store_true", help="a few short runs")
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--rates", help="step sizes, with commas between them")
+    parser.add_argument("--splits", help=f"of {','.join(SPLITS)}")
     parser.add_argument("--link", default=LINK, help="rate of each rank's link")
     arguments = parser.parse_args()
     quick = arguments.quick
+    usual_rates = ",".join(map(str, QUICK_RATES if quick else RATES))
+    usual_splits = ",".join(QUICK_SPLITS if quick else SPLITS)
     job = {
         "out": str(arguments.json.resolve()),
         "seeds": arguments.seeds,
         "steps": QUICK_STEPS if quick else STEPS,
-        "rates": QUICK_RATES if quick else RATES,
-        "splits": QUICK_SPLITS if quick else SPLITS,
+        "rates": [float(rate) for rate in (arguments.rates or usual_rates).split(",")],
+        "splits": (arguments.splits or usual_splits).split(","),
         "methods": QUICK_METHODS if quick else tuple(METHODS),
     }
     with Testbed(ranks=RANKS, rate=parse_rate(arguments.link)) as testbed:
