@@ -38,6 +38,7 @@ Row = dict[str, Any]
 
 RANKS, LINK = 4, "100mbit"
 SEQUENCES, HELD_OUT = 2, 64
+"""In a rank's batch, if ``--sequences`` does not say otherwise, and of the evaluation."""
 STEPS, QUICK_STEPS = 256, 64
 RATES, QUICK_RATES = (1e-3, 5e-4, 2e-3), (1e-3,)
 SPLITS, QUICK_SPLITS = ("iid", "packages"), ("iid",)
@@ -69,7 +70,9 @@ def outer(anchor: list[torch.Tensor]) -> torch.optim.Optimizer:
     return torch.optim.SGD(anchor, lr=0.7, momentum=0.6, nesterov=True)
 
 
-def measure(method: str, split: str, rate: float, steps: int, seed: int) -> Row:
+def measure(
+    method: str, split: str, rate: float, steps: int, seed: int, sequences: int = SEQUENCES
+) -> Row:
     """Train once, on every rank; return the row, alike on all."""
     kind, options = METHODS[method]
     text, rest = split_corpus()
@@ -85,17 +88,17 @@ def measure(method: str, split: str, rate: float, steps: int, seed: int) -> Row:
         lambda n: min((n + 1) / warm, 0.5 + 0.5 * math.cos(math.pi * (n + 1) / (steps + 1))),
     )
     generator = torch.Generator().manual_seed(100_000 * (seed + 1) + dist.get_rank())
-    batches = [inputs.draw_batch(text, SEQUENCES, generator) for _ in range(steps)]
+    batches = [inputs.draw_batch(text, sequences, generator) for _ in range(steps)]
     found = _ddp if kind == "ddp" else _local
     row = found(kind, options, net, optimizer, schedule, batches)
     with torch.no_grad():
         loss = float(inputs.GPT.loss(net, held_out))
-    tokens = steps * SEQUENCES * inputs.CONTEXT * dist.get_world_size()
+    tokens = steps * sequences * inputs.CONTEXT * dist.get_world_size()
     sent = row.pop("sent_bytes")
     return {
         "method": method, "split": split, "rate": rate, "seed": seed, "steps": steps,
-        "ranks": dist.get_world_size(), "tokens": tokens, "examples": steps * SEQUENCES
-        * dist.get_world_size(), "val_loss": loss, "sent_bytes": sent,
+        "ranks": dist.get_world_size(), "sequences": sequences, "tokens": tokens,
+        "examples": steps * sequences * dist.get_world_size(), "val_loss": loss, "sent_bytes": sent,
         "sent_bytes_per_token": None if sent is None else sent / tokens, **row,
     }  # fmt: skip
 
@@ -194,11 +197,11 @@ def with_ratios(rows: list[Row]) -> list[Row]:
     best: dict[tuple[Any, ...], float] = {}
     for row in rows:
         if row["method"] == "DDP, bf16 gradients":
-            key = (row["split"], row["seed"], row["steps"])
+            key = (row["split"], row["seed"], row["steps"], row["sequences"])
             best[key] = min(best.get(key, math.inf), row["val_loss"])
     return [
         row | {"loss_ratio_to_ddp": row["val_loss"] / best[key]}
-        if (key := (row["split"], row["seed"], row["steps"])) in best
+        if (key := (row["split"], row["seed"], row["steps"], row["sequences"])) in best
         else row
         for row in rows
     ]
@@ -209,13 +212,13 @@ def table(rows: list[Row]) -> str:
     measures = (
         "seeds  val loss  ratio, 95 %       wall s  syncs  bytes/token  exposed s  hidden  drift"
     )
-    lines = [f"{'method':44} {'split':8} rate   {measures}"]
+    lines = [f"{'method':44} {'split':8} batch  rate   {measures}"]
     rows = with_ratios(rows)
-    for split in dict.fromkeys(row["split"] for row in rows):
+    for split, sequences in dict.fromkeys((row["split"], row["sequences"]) for row in rows):
         for method in METHODS:
             by_rate: dict[float, list[Row]] = {}
             for row in rows:
-                if (row["method"], row["split"]) == (method, split):
+                if (row["method"], row["split"], row["sequences"]) == (method, split, sequences):
                     by_rate.setdefault(row["rate"], []).append(row)
             if not by_rate:
                 continue
@@ -234,7 +237,8 @@ def table(rows: list[Row]) -> str:
             }  # fmt: skip
             hidden = 1 - means["exposed_s"] / means["exchange_s"]
             lines.append(
-                f"{method:44} {split:8} {rate:.0e}  {len(some):5}  {means['val_loss']:.4f}    "
+                f"{method:44} {split:8} {sequences:5}  {rate:.0e}  {len(some):5}  "
+                f"{means['val_loss']:.4f}    "
                 f"{ratio:.4f} +- {half:.4f}  {means['wall_s']:6.1f}  "
                 f"{means['sync_count']:5.0f}  {means['sent_bytes_per_token']:11.1f}  "
                 f"{means['exposed_s']:9.2f}  {hidden:6.0%}  {means['drift']:.2f}"
@@ -248,15 +252,16 @@ def rank_main(job: dict[str, Any]) -> None:
     dist.init_process_group("gloo")
     out = Path(job["out"])
     rows: list[Row] = json.loads(out.read_text()) if out.exists() else []
-    keys = ("method", "split", "rate", "steps", "seed")
+    keys = ("method", "split", "rate", "steps", "seed", "sequences")
     done = {tuple(row[key] for key in keys) for row in rows}
+    steps, sequences = job["steps"], job["sequences"]
     for seed in range(job["seeds"]):
         for split in job["splits"]:
             for rate in job["rates"]:
                 for method in job["methods"]:
-                    if (method, split, rate, job["steps"], seed) in done:
+                    if (method, split, rate, steps, seed, sequences) in done:
                         continue
-                    rows.append(measure(method, split, rate, job["steps"], seed))
+                    rows.append(measure(method, split, rate, steps, seed, sequences))
                     if dist.get_rank() == 0:
                         lines = ",\n".join(json.dumps(row) for row in with_ratios(rows))
                         part = out.with_suffix(".part")
@@ -274,18 +279,22 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--rates", help="step sizes, with commas between them")
     parser.add_argument("--splits", help=f"of {','.join(SPLITS)}")
+    parser.add_argument("--methods", help="with ; between them")
+    parser.add_argument("--sequences", type=int, default=SEQUENCES, help="in a rank's batch")
     parser.add_argument("--link", default=LINK, help="rate of each rank's link")
     arguments = parser.parse_args()
     quick = arguments.quick
     usual_rates = ",".join(map(str, QUICK_RATES if quick else RATES))
     usual_splits = ",".join(QUICK_SPLITS if quick else SPLITS)
+    usual_methods = ";".join(QUICK_METHODS if quick else METHODS)
     job = {
         "out": str(arguments.json.resolve()),
         "seeds": arguments.seeds,
         "steps": QUICK_STEPS if quick else STEPS,
         "rates": [float(rate) for rate in (arguments.rates or usual_rates).split(",")],
         "splits": (arguments.splits or usual_splits).split(","),
-        "methods": QUICK_METHODS if quick else tuple(METHODS),
+        "methods": (arguments.methods or usual_methods).split(";"),
+        "sequences": arguments.sequences,
     }
     with Testbed(ranks=RANKS, rate=parse_rate(arguments.link)) as testbed:
         environment = {"TACITURN_LOCAL_UPDATES": json.dumps(job)}

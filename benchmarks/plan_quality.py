@@ -34,11 +34,12 @@ def summary() -> dict[str, dict[str, Any]]:
     for row in json.loads((HERE / "local_updates.json").read_text()):
         by_method[row["method"]].append(row)
     for method, some in by_method.items():
-        # A method's line is that of its best step size, for each split of the data.
-        best = [
-            min(row["loss_ratio_to_ddp"] for row in some if row["split"] == split)
-            for split in sorted({row["split"] for row in some})
-        ]
+        # A method's value is that of its best step size, for each split, batch and seed.
+        by_run: dict[tuple[Any, ...], list[float]] = defaultdict(list)
+        for row in some:
+            key = (row["split"], row["sequences"], row["seed"])
+            by_run[key].append(row["loss_ratio_to_ddp"])
+        best = [min(ratios) for _, ratios in sorted(by_run.items())]
         source = (
             f"benchmarks/local_updates.json: {some[0]['ranks']} ranks, {some[0]['steps']} steps of "
             "a GPT of 0.4 million parameters, best of its step sizes, against DDP at its own"
