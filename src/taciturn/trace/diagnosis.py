@@ -8,6 +8,7 @@ from taciturn.units import format_seconds
 __all__ = ["diagnose"]
 
 LITTLE = 0.02  # of the step: nobody would notice
+ALMOST_ALL = 0.98
 _BOUND_BY = {
     "compute_s": "by compute",
     "launch_s": "by the CPU that issues the work",
@@ -55,6 +56,8 @@ def diagnose(
         saves += f", waiting for other ranks {part}included"
     if straggler is not None:
         return f"{_late(straggler)} {saves}."
+    if share > ALMOST_ALL:
+        return f"{saves}: there is hardly anything else in it."
     if share < LITTLE:
         return f"{saves}: it is bound {_largest(mean.critical_path)}."
     return f"{saves}; the rest of it is bound {_largest(mean.critical_path, without=True)}."

@@ -52,7 +52,7 @@ LEGEND = {
     "critical": "communication on the critical path",
     "waiting": "waiting for the last rank",
     "late": "all others wait for what this rank does",
-    "lone": "waiting or transfer: the other ranks are not here",
+    "lone": "waiting or transfer: when other ranks came is not known",
     "codec": "encoding and decoding",
     "idle": "idle, or nothing recorded",
 }
