@@ -57,9 +57,7 @@ def fit_alpha_beta(analysis: Analysis, name: str) -> AlphaBeta:
     above the shortest or what any network has. Sizes that differ by less than a factor of two, or
     fewer than three, give no ``alpha``.
     """
-    by_size: dict[int, list[float]] = defaultdict(list)
-    for size, ns in _bursts(analysis, name):
-        by_size[size].append(ns / 1e9)
+    by_size = _seconds_by_size(analysis, name)
     sizes = sorted(size for size in by_size if median(by_size[size]) > 0)
     if len(sizes) < 3 or sizes[-1] < 2 * sizes[0]:
         return AlphaBeta(given=False)
@@ -78,9 +76,7 @@ def fit_alpha_beta(analysis: Analysis, name: str) -> AlphaBeta:
 
 def disagreement(line: AlphaBeta, analysis: Analysis, name: str) -> str:
     """A sentence where a line that was given is far from what the trace has; else empty."""
-    by_size: dict[int, list[float]] = defaultdict(list)
-    for size, ns in _bursts(analysis, name):
-        by_size[size].append(ns / 1e9)
+    by_size = _seconds_by_size(analysis, name)
     if not by_size or line.beta_s_per_byte is None:
         return ""
     size = max(by_size)
@@ -91,6 +87,14 @@ def disagreement(line: AlphaBeta, analysis: Analysis, name: str) -> str:
         f"{name} of {size_text(size)} takes {format_seconds(told_s)} on the link that was given, "
         f"and took {format_seconds(took_s)} in the trace, as if on another link"
     )
+
+
+def _seconds_by_size(analysis: Analysis, name: str) -> dict[int, list[float]]:
+    """Lengths of bursts, by their bytes."""
+    by_size: dict[int, list[float]] = defaultdict(list)
+    for size, ns in _bursts(analysis, name):
+        by_size[size].append(ns / 1e9)
+    return by_size
 
 
 def _bursts(analysis: Analysis, name: str) -> Iterator[tuple[int, int]]:

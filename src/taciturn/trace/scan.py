@@ -100,15 +100,12 @@ class Scan:
             magic = file.read(4)
             file.seek(0)
             if magic[:2] == b"\x1f\x8b":
-                yield from self._gunzip(file)
+                yield from self._inflate(file, wbits=31)  # gzip
             elif magic == b"PK\x03\x04":
                 yield from self._unzip(file)
             else:
                 while block := file.read(BLOCK_BYTES):
                     yield block
-
-    def _gunzip(self, file: io.BufferedReader) -> Iterator[bytes]:
-        yield from self._inflate(file, wbits=31)
 
     def _unzip(self, file: io.BufferedReader) -> Iterator[bytes]:
         """The text of the only member; of a damaged archive, of the first."""
