@@ -138,3 +138,27 @@ def test_a_failing_block_names_its_line(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     assert f'"{page}", line 5' in done.stderr
+
+
+def test_tables_are_those_of_the_committed_results() -> None:
+    """What stands between marks in the docs is what ``benchmarks/doc_tables.py`` makes of files."""
+    script = ROOT / "benchmarks" / "doc_tables.py"
+    if not script.exists():
+        pytest.skip("the benchmarks are not part of this source distribution")
+    code = (
+        "import doc_tables, pathlib, sys\n"
+        "for page in sys.argv[1:]:\n"
+        "    text = pathlib.Path(page).read_text('utf-8')\n"
+        "    assert doc_tables.renewed(text) == text, page\n"
+        "    print(text.count('<!-- measured: '))\n"
+    )
+    pages = [str(page) for page in PAGES if page.parent == ROOT / "docs"]
+    found = subprocess.run(
+        [sys.executable, "-c", code, *pages],
+        cwd=script.parent,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert found.returncode == 0, found.stderr
+    assert sum(map(int, found.stdout.split())) >= 4
