@@ -133,7 +133,7 @@ def test_test_folders_are_not_read(tmp_path: Path) -> None:
     ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("pass")
-    found = [path.relative_to(tmp_path).as_posix() for path in inputs._source_files(tmp_path)]
+    found = [path.relative_to(tmp_path).as_posix() for path in inputs.source_files(tmp_path)]
     assert found == ["a/z.py", "a.py", "b.py"]
 
 

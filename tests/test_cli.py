@@ -32,7 +32,7 @@ class Outcome(NamedTuple):
 
 Run = Callable[..., Outcome]
 
-COMMANDS = ["bench", "methods", "plan", "probe", "testbed", "trace"]
+COMMANDS = ["bench", "compare", "methods", "plan", "probe", "testbed", "trace"]
 
 
 @pytest.fixture

@@ -530,6 +530,71 @@ def _trace(
         raise typer.Exit(3)
 
 
+@app.command("compare")
+def _compare(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="FILE.toml | status | report | add-seeds [FOLDER]",
+            help="An experiment to run; or what to do with a folder of one.",
+            show_default=False,
+        ),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A small comparison of its own, of some minutes.")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the records; that of an experiment is gone on with."),
+    ] = None,
+    seeds: Annotated[
+        int | None, typer.Option(help="Fresh seeds in all, for add-seeds or beside a file.")
+    ] = None,
+    json: Annotated[
+        Path | None, typer.Option(help="File for the rows of the result, as JSON.")
+    ] = None,
+) -> None:
+    """Compare methods with tuned DistributedDataParallel: time to the same quality.
+
+    Tunes all alike, fixes the target before, runs fresh paired seeds, and says "not shown" unless
+    it is. What is finished is kept: the same command goes on where it was stopped.
+
+    Examples: taciturn compare experiment.toml --out folder; taciturn compare report folder
+    """
+    from rich.console import Console
+
+    from taciturn.compare import run
+
+    console, err = Console(highlight=False, markup=False), Console(stderr=True)
+    first, *rest = words or [""]
+    if first in ("status", "report", "add-seeds"):
+        if quick or out is not None or len(rest) != 1:
+            raise InputError(f"write taciturn compare {first} FOLDER, without --out and --quick")
+        folder = Path(rest[0])
+        if first == "status":
+            run.status(folder, console)
+        elif first == "report":
+            run.report(folder, console, json)
+        else:
+            if seeds is None:
+                raise InputError("add-seeds needs --seeds: how many there are to be in all")
+            with _signals_clean_up():
+                run.add_seeds(folder, seeds, console, err, json)
+        return
+    if bool(words) == quick or rest:
+        raise InputError("give one experiment as a .toml file, or --quick")
+    from dataclasses import replace
+
+    from taciturn.compare.experiment import read_experiment
+
+    experiment = run.QUICK if quick else read_experiment(Path(first))
+    if seeds is not None:
+        experiment = replace(experiment, seeds=seeds)
+    folder = out or Path("quick" if quick else Path(first).stem)
+    with _signals_clean_up():
+        run.compare(experiment, folder, console, err, json)
+
+
 def _check_outputs(inputs: list[Path], outputs: dict[str, Path | None]) -> None:
     """Refuse to write over what is read, or twice to one file."""
     within = [one for path in inputs if path.is_dir() for one in path.glob("*")]

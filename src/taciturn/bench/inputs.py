@@ -41,6 +41,7 @@ __all__ = [
     "load_file",
     "make_input",
     "random_normal",
+    "source_files",
 ]
 
 SEQUENCES = 2  # sequences in the batch whose gradient a rank holds: few, as noisy as in training
@@ -78,11 +79,11 @@ class Input:
 # ------------------------------------------------------------------------------------------ text
 
 
-def _source_files(root: Path) -> Iterator[Path]:
+def source_files(root: Path) -> Iterator[Path]:
     """Python files under ``root``, sorted, without the folders of tests and installed packages."""
     for path in sorted(root.iterdir(), key=lambda entry: entry.name):
         if path.is_dir() and path.name not in SKIPPED_FOLDERS and not path.is_symlink():
-            yield from _source_files(path)
+            yield from source_files(path)
         elif path.suffix == ".py" and path.is_file():
             yield path
 
@@ -95,7 +96,7 @@ def corpus() -> torch.Tensor:
         InputError: the library is not there as source files (some minimal installations).
     """
     root = Path(sysconfig.get_path("stdlib"))
-    text = b"\n".join(path.read_bytes() for path in _source_files(root)) if root.is_dir() else b""
+    text = b"\n".join(path.read_bytes() for path in source_files(root)) if root.is_dir() else b""
     if len(text) < 64 * CONTEXT:
         raise InputError(
             f"the source text of Python's standard library is not at {root} ({len(text)} bytes "

@@ -1,0 +1,235 @@
+"""``taciturn compare``, whole: real ranks, a task of one's own, cut and gone on with."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from taciturn.compare import Experiment, Records, outcome_of, read_experiment
+from taciturn.compare.run import add_seeds, compare, report, status
+from taciturn.compare.sessions import LOOPBACK, run_jobs
+from taciturn.errors import InputError, TaciturnError
+
+OWN = Path(__file__).resolve().parent.parent / "examples" / "own_task"
+QUIET = Console(quiet=True)
+
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("compare")]
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the comparison of the example, done once."""
+    folder = tmp_path_factory.mktemp("own")
+    shutil.copytree(OWN, folder / "task")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder / "task")
+        compare(read_experiment(Path("experiment.toml")), folder / "out", QUIET, QUIET)
+    return folder
+
+
+def text_of(run: Callable[[Console], object]) -> str:
+    written = io.StringIO()
+    run(Console(width=100, file=written))
+    return written.getvalue()
+
+
+@pytest.mark.timeout(300)
+def test_a_task_of_ones_own_is_compared(done: Path) -> None:
+    """Every method has a row with all that is promised; two seeds show nothing."""
+    path = done / "rows.json"
+    text = text_of(lambda console: report(done / "out", console, path))
+    rows = json.loads(path.read_text())
+    assert [row["method"] for row in rows] == ["quantized:bits={bits}", "local_sgd:steps=4"]
+    for row in rows:
+        assert row["verdict"] == "not shown"
+        assert row["runs"] == 2
+        assert row["broken"] == [] or all("rule 10" in b or "rule 14" in b for b in row["broken"])
+        for key in ("regime", "time_ratio", "time_ratio_low", "time_ratio_high", "reached"):
+            assert key in row
+        assert row["final_quality_ratio"] is None or row["final_quality_ratio"] > 0
+        assert row["predicted_ratio"] > 0
+        assert row["step"]["step_s"] > 0
+    assert "not shown" in text
+    assert "quantized" in text
+
+
+@pytest.mark.timeout(300)
+def test_all_saw_the_same_examples(done: Path) -> None:
+    """Rule 4: of a seed every run has one hash, and as many examples as its steps have."""
+    experiment: Experiment = read_experiment(OWN / "experiment.toml")
+    records = Records(done / "out" / "records.jsonl")
+    runs = [r for r in records.of_kind("run") if r.result is not None]
+    assert len(runs) == 4 * experiment.seeds
+    for seed in experiment.run_seeds():
+        some = [r.result for r in runs if r.job["seed"] == seed]
+        assert len({r["examples_hash"] for r in some if r}) == 1
+        assert {r["examples"] for r in some if r} == {40 * 64}
+    spreads = {r.job["method"]: r.result["replica_spread"] for r in runs if r.result}
+    assert spreads["local_sgd:steps=4"] == 0  # 40 steps are whole rounds
+
+
+@pytest.mark.timeout(300)
+def test_nothing_is_done_twice(done: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same command again changes no byte of the records."""
+    before = (done / "out" / "records.jsonl").read_bytes()
+    monkeypatch.chdir(done / "task")
+    compare(read_experiment(Path("experiment.toml")), done / "out", QUIET, QUIET)
+    assert (done / "out" / "records.jsonl").read_bytes() == before
+    assert "0 of them failed" in text_of(lambda console: status(done / "out", console))
+
+
+@pytest.mark.timeout(300)
+def test_what_was_cut_is_gone_on_with(done: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its last five lines, and half of the one before, the rest is done again; no more."""
+    folder = done / "cut"
+    shutil.copytree(done / "out", folder)
+    path = folder / "records.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:-6]) + lines[-6][:50])
+    monkeypatch.chdir(done / "task")
+    experiment = read_experiment(Path("experiment.toml"))
+    compare(experiment, folder, QUIET, QUIET)
+    again = Records(path)
+    assert len(list(again)) == len(lines) - 1
+    assert path.read_text().startswith("".join(lines[:-6]))
+    outcome_of(experiment, again)
+
+
+def test_another_experiment_is_refused(done: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder holds one experiment; fewer or as many seeds are none to add."""
+    monkeypatch.chdir(done / "task")
+    text = Path("experiment.toml").read_text().replace("steps = 40", "steps = 50")
+    other = done / "other.toml"
+    other.write_text(text)
+    with pytest.raises(InputError, match="holds another experiment"):
+        compare(read_experiment(other), done / "out", QUIET, QUIET)
+    with pytest.raises(InputError, match="has 2 already"):
+        add_seeds(done / "out", 2, QUIET, QUIET)
+
+
+def test_folders_without_an_experiment(tmp_path: Path) -> None:
+    """Nothing to report says how to begin."""
+    for run in (report, status):
+        with pytest.raises(InputError, match="holds no experiment"):
+            run(tmp_path, QUIET)
+
+
+BAD_TASKS = {
+    "it fails": ("raise RuntimeError('no data')", "RuntimeError: no data"),
+    "it is none": ("return 3", "returned a int"),
+    "its loss is NaN": ("return task(loss=lambda m, b: (m(b).sum() * float('nan'), 4))", "finite"),
+    "it differs between ranks": (
+        "import os; return task(facts={'rank': os.environ.get('RANK', '0')})",
+        "not the same on rank 1",
+    ),
+    "its batch cannot be split": ("return task(global_batch=5)", "give a multiple"),
+}
+TASK = """
+import torch
+from taciturn.compare import Task
+
+def task(**changes):
+    values = dict(
+        name="bad", model=lambda seed: torch.nn.Linear(3, 1), examples=64, held_out=8,
+        batch=lambda split, ids: torch.ones(len(ids), 3),
+        loss=lambda m, b: (m(b).square().sum() + sum(p.sum() for p in m.parameters()) * 0, len(b)),
+        global_batch=4,
+        model_seeded=None,
+    )
+    del values["model_seeded"]
+    def model(seed):
+        torch.manual_seed(seed)
+        return torch.nn.Linear(3, 1)
+    values["model"] = model
+    return Task(**(values | changes))
+
+def make():
+    BODY
+"""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("what", BAD_TASKS)
+def test_a_bad_task_is_refused(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the user's code does wrong is said in its words, at once, on all ranks alike."""
+    body, message = BAD_TASKS[what]
+    name = f"bad_{list(BAD_TASKS).index(what)}"
+    (tmp_path / f"{name}.py").write_text(TASK.replace("BODY", body))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    text = (OWN / "experiment.toml").read_text().replace("fractions_task:make_task", f"{name}:make")
+    (tmp_path / "e.toml").write_text(text)
+    with pytest.raises(TaciturnError, match=message):
+        compare(read_experiment(tmp_path / "e.toml"), tmp_path / "out", QUIET, QUIET)
+
+
+METHODS = (
+    "ddp:wire=fp32",
+    "ddp:wire=bf16,bucket=4KiB",
+    "coded:passes=2,code=fourier,shuffle=true",
+    "quantized:bits=4,feedback=true",
+    "powersgd:rank=1",
+    "topk:ratio=0.1",
+    "accumulate:windows=2,over=(quantized:bits=8)",
+    "local_sgd:steps=4",
+    "diloco:steps=4,fragments=2,overlap_steps=1,compress=(quantized:bits=4)",
+    "diloco:steps=4,fragments=99",
+    "ring",
+)
+
+
+@pytest.mark.timeout(200)
+def test_every_kind_of_method_trains_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All see the same examples, are judged at the same points and learn.
+
+    One that cannot be is a recorded failure with its reason, and those after it are done.
+    """
+    monkeypatch.chdir(OWN)
+    jobs = [
+        {
+            "kind": "run",
+            "method": method,
+            "learning_rate": 5e-3,
+            "seed": 1,
+            "steps": 8,
+            "evaluate_at": [2, 4, 8],
+        }
+        for method in METHODS
+    ]
+    found: dict[str, dict[str, Any] | str | None] = {}
+    run_jobs(
+        "fractions_task:make_task",
+        2,
+        LOOPBACK,
+        jobs,
+        60.0,
+        lambda job, result, failure: found.update({job["method"]: result or failure}),
+    )
+    assert list(found) == list(METHODS)
+    failure = found.pop("diloco:steps=4,fragments=99")
+    assert isinstance(failure, str)
+    assert "only 6 parameters" in failure
+    results = {name: r for name, r in found.items() if isinstance(r, dict)}
+    assert len(results) == len(METHODS) - 1
+    assert len({r["examples_hash"] for r in results.values()}) == 1
+    assert {r["examples"] for r in results.values()} == {8 * 64}
+    for name, result in results.items():
+        assert [p["examples"] for p in result["points"]] == [128, 256, 512], name
+        assert all(0 < p["value"] < 0.6 for p in result["points"]), name
+        assert result["nonfinite_steps"] == 0, name
+    exact = [results[name]["points"][-1]["value"] for name in ("ddp:wire=fp32", "ring")]
+    assert exact[0] == exact[1]
+    assert results["accumulate:windows=2,over=(quantized:bits=8)"]["costs"]["exchanges"] == 4
+    assert (
+        results["diloco:steps=4,fragments=2,overlap_steps=1,compress=(quantized:bits=4)"][
+            "replica_spread"
+        ]
+        > 0
+    )
