@@ -129,6 +129,10 @@ BAD_TASKS = {
         "import os; return task(facts={'rank': os.environ.get('RANK', '0')})",
         "not the same on rank 1",
     ),
+    "it is judged by less than nothing": (
+        "return task(judge=lambda m, b: (torch.tensor(-1.0), 4))",
+        "is negative",
+    ),
     "its batch cannot be split": ("return task(global_batch=5)", "give a multiple"),
 }
 TASK = """

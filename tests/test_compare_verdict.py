@@ -209,3 +209,21 @@ def test_where_only_the_baseline_misses_the_ratio_is_an_upper_bound() -> None:
     assert time_ratio(mine, theirs, TARGET) == pytest.approx(0.3)
     assert time_ratio(theirs, theirs, TARGET) is None
     assert time_ratio(theirs, mine, TARGET) == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "good"),
+    [(0.0, 0.0, True), (0.1, 0.0, False), (0.0, 0.1, True), (float("inf"), 0.1, False)],
+)
+def test_final_values_of_zero_are_compared(mine: float, theirs: float, good: bool) -> None:
+    """No error at all is as good as none and better than some; a run that failed is never good."""
+
+    def ending(value: float) -> Callable[[Run], Run]:
+        def change(one: Run) -> Run:
+            last = value if value < float("inf") else None
+            return replace(one, points=(*one.points[:-1], replace(one.points[-1], value=last)))
+
+        return change
+
+    row = rows(ending(mine), base=ending(theirs))
+    assert row.good_enough == good

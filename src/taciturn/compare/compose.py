@@ -74,7 +74,8 @@ def _run(method: str, seed: int, trials: int, record: Record, timing: Record | N
         return Run(method, seed, (), failure or "no result", learning_rate=rate, trials=trials)
     result = record.result
     costs, greatest = result["costs"], result["gradient_norm_most"]
-    growth = costs["residual_peak"] / greatest if greatest else 0.0
+    peak = math.inf if costs["residual_peak"] is None else costs["residual_peak"]
+    growth = peak / greatest if greatest else 0.0
     return Run(
         method=method,
         seed=seed,
@@ -86,7 +87,7 @@ def _run(method: str, seed: int, trials: int, record: Record, timing: Record | N
         trials=trials,
         nonfinite_steps=result["nonfinite_steps"],
         replica_spread=result["replica_spread"],
-        residual_growth=growth if math.isfinite(growth) else math.inf,
+        residual_growth=growth,
     )
 
 

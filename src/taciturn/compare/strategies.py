@@ -76,8 +76,10 @@ class Costs:
         self.residual_peak = max(self.residual_peak, norm)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        """Plain values; None for what is not finite."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        wild = [n for n, v in values.items() if isinstance(v, float) and not math.isfinite(v)]
+        return values | dict.fromkeys(wild)
 
 
 LossOf = Callable[[torch.nn.Module], tuple[torch.Tensor, int]]

@@ -39,8 +39,8 @@ class Task:
         loss: of the module and a batch: the sum of the losses of its tokens (or samples), a scalar
             with a gradient, and how many those are.
         global_batch: examples of a step, of all ranks together; a multiple of the ranks.
-        judge: of the module and a batch: the sum of what is to become small, and the count it is
-            divided by; the loss itself if None.
+        judge: of the module and a batch: the sum of what is to become small, from 0 on, and the
+            count it is divided by; the loss itself if None.
         metric: what that is, for the report.
         optimizer: makes one of parameters and a learning rate, which the harness moves.
         clip_norm: gradients' norm is clipped to it; None: not at all.

@@ -389,6 +389,11 @@ def check_task(task: Task, seed: int) -> None:
             problem = "its loss is no scalar with a gradient"
         elif not (math.isfinite(float(total.detach())) and math.isfinite(float(value))):
             problem = "its loss is not finite on a new model"
+        elif float(value) < 0:
+            problem = (
+                f"what it is judged by is negative ({float(value):g}): quality is compared by "
+                "ratios, so give an error or a loss from 0 on"
+            )
         elif tokens < 1 or count < 1:
             problem = f"its batch of {len(ids)} examples had {tokens} and {count} tokens"
         state.update(repr((float(total.detach()), tokens, float(value), count)).encode())

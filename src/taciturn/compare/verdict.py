@@ -38,6 +38,9 @@ LEAST_RUNS, LEAST_VARIED_RUNS, MOST_VARIATION = 5, 10, 0.05
 TOO_FEW_STEPS = 0.9
 """Rule 14: a method that shows it needs fewer than this share of the baseline's examples to the
 target has a bug, or does another task."""
+LEAST_QUALITY_RATIO = 1e-3
+"""A final value of zero, or a baseline that failed, is taken to be a thousand times better, not
+more: the logarithm would have no bound."""
 MOST_RESIDUAL_GROWTH = 10.0
 """Norm of what error feedback holds back, over that of the greatest gradient."""
 
@@ -231,7 +234,7 @@ def _row(
     ratios = [x for pair in pairs if (x := time_ratio(*pair, target)) is not None]
     undecided = len(pairs) - len(ratios)
     interval = RatioInterval.of(ratios)
-    quality = RatioInterval.of([r.final / b.final for r, b in pairs], level=0.9)  # one-sided 95 %
+    quality = RatioInterval.of([_quality_ratio(*p) for p in pairs], level=0.9)  # one-sided 95 %
     examples = _examples_ratio(pairs, target)
     reached = sum(crossing(r.points, target) is not None for r in runs)
     wrong = [*broken, *_broken(experiment, method, runs, base_runs, examples)]
@@ -260,6 +263,15 @@ def _row(
     )
     verdict, why = _verdict(row, interval, undecided, _least_runs(base_runs, runs, target))
     return replace(row, verdict=verdict, why=why)
+
+
+def _quality_ratio(run: Run, baseline: Run) -> float:
+    """Return the final value over the baseline's; what cannot be told counts against the method."""
+    if math.isinf(run.final):
+        return math.inf
+    if baseline.final <= 0:
+        return 1.0 if run.final <= 0 else math.inf
+    return max(LEAST_QUALITY_RATIO, run.final / baseline.final)
 
 
 def _known(value: float) -> float | None:
