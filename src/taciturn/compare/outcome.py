@@ -67,7 +67,7 @@ class Regime:
         runs: by contender.
         shares: where a step goes, by contender.
         settings: how each contender was run, by contender.
-        stands_for: of ``auto``, what it is here.
+        stands_for: of ``auto`` and of contenders with knobs, what was run here.
         rate_bits_per_s: measured before; None if the probe is not there.
         drift: of the rate, after against before; None likewise.
         broken: rules that the whole regime breaks.
@@ -171,11 +171,12 @@ def _regime(
     except AssertionError:  # not tuned yet
         runs, settings = {}, {}
     rows = [tuple(judge_runs(experiment, name, runs, t, broken)) for t in targets]
-    stands_for = {
-        c.method: _actual(experiment, records, c, name).method
-        for c in experiment.methods
-        if c.is_auto
-    }
+    stands_for = {}
+    for contender in experiment.contenders if settings else ():
+        actual = _actual(experiment, records, contender, name)
+        text = timed_method(experiment, records, actual, name)
+        if text != contender.method:
+            stands_for[contender.method] = text
     shares = {}
     for contender in experiment.contenders if settings else ():
         share = _share(experiment, records, contender, name)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from taciturn.compare.methods import AUTO
 from taciturn.compare.outcome import Outcome, Regime
 from taciturn.compare.verdict import NOT_SHOWN, Row
 from taciturn.units import format_seconds
@@ -15,9 +16,17 @@ from taciturn.units import format_seconds
 __all__ = ["render", "sentence"]
 
 
-def sentence(row: Row, stands_for: str | None = None) -> str:
+def _name(method: str, stands_for: str | None) -> str:
+    """Return what was run; of ``auto`` what it stands for in parentheses."""
+    if stands_for is None:
+        return method
+    return f"{method} ({stands_for})" if method.partition(":")[0] == AUTO else stands_for
+
+
+def sentence(row: Row, stands_for: Mapping[str, str]) -> str:
     """The verdict in words."""
-    name = row.method if stands_for is None else f"{row.method} ({stands_for})"
+    name = _name(row.method, stands_for.get(row.method))
+    baseline = _name(row.baseline, stands_for.get(row.baseline))
     if row.verdict == NOT_SHOWN:
         return f"at {row.regime} {name}: not shown. {row.why}"
     assert row.time_ratio is not None
@@ -25,7 +34,7 @@ def sentence(row: Row, stands_for: str | None = None) -> str:
     assert row.time_ratio_high is not None
     return (
         f"at {row.regime} {name} reaches the target in {row.time_ratio:.2f} x the time of the best "
-        f"baseline ({row.baseline}), 95 % {row.time_ratio_low:.2f}-{row.time_ratio_high:.2f}, "
+        f"baseline ({baseline}), 95 % {row.time_ratio_low:.2f}-{row.time_ratio_high:.2f}, "
         f"{row.reached} of {row.runs} runs"
     )
 
@@ -44,7 +53,7 @@ def _parts(outcome: Outcome) -> Iterator[RenderableType]:
     for regime in outcome.regimes:
         yield _table(regime)
         for row in regime.rows:
-            yield Text(sentence(row, regime.stands_for.get(row.method)))
+            yield Text(sentence(row, regime.stands_for))
             for text in (*row.broken[1:], *row.notes):
                 yield Text(f"  {text}")
 
@@ -62,7 +71,9 @@ def _table(regime: Regime) -> Table:
         share = regime.shares.get(name)
         times = ["-", "-"] if share is None else [share.step_s, share.exposed_s]
         cells = [format_seconds(t) if isinstance(t, float) else t for t in times]
-        table.add_row(name, *cells, *_verdict_cells(rows.get(name)))
+        table.add_row(
+            _name(name, regime.stands_for.get(name)), *cells, *_verdict_cells(rows.get(name))
+        )
     return table
 
 
