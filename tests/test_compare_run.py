@@ -20,7 +20,11 @@ from taciturn.errors import InputError, TaciturnError
 OWN = Path(__file__).resolve().parent.parent / "examples" / "own_task"
 QUIET = Console(quiet=True)
 
-pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("compare")]
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.xdist_group("compare"),
+    pytest.mark.timeout(300),  # the first of them does the whole comparison
+]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +44,6 @@ def text_of(run: Callable[[Console], object]) -> str:
     return written.getvalue()
 
 
-@pytest.mark.timeout(300)
 def test_a_task_of_ones_own_is_compared(done: Path) -> None:
     """Every method has a row with all that is promised; two seeds show nothing."""
     path = done / "rows.json"
@@ -60,7 +63,6 @@ def test_a_task_of_ones_own_is_compared(done: Path) -> None:
     assert "quantized" in text
 
 
-@pytest.mark.timeout(300)
 def test_all_saw_the_same_examples(done: Path) -> None:
     """Rule 4: of a seed every run has one hash, and as many examples as its steps have."""
     experiment: Experiment = read_experiment(OWN / "experiment.toml")
@@ -75,7 +77,6 @@ def test_all_saw_the_same_examples(done: Path) -> None:
     assert spreads["local_sgd:steps=4"] == 0  # 40 steps are whole rounds
 
 
-@pytest.mark.timeout(300)
 def test_nothing_is_done_twice(done: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same command again changes no byte of the records."""
     before = (done / "out" / "records.jsonl").read_bytes()
@@ -88,7 +89,6 @@ def test_nothing_is_done_twice(done: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert all(r.job["kind"] == "probe" for r in failed)  # on a machine that is busy
 
 
-@pytest.mark.timeout(300)
 def test_what_was_cut_is_gone_on_with(done: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without its last five lines, and half of the one before, the rest is done again; no more."""
     folder = done / "cut"
@@ -162,7 +162,6 @@ def make():
 """
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("what", BAD_TASKS)
 def test_a_bad_task_is_refused(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the user's code does wrong is said in its words, at once, on all ranks alike."""
@@ -192,7 +191,6 @@ METHODS = (
 )
 
 
-@pytest.mark.timeout(200)
 def test_every_kind_of_method_trains_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """All see the same examples, are judged at the same points and learn.
 

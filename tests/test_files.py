@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from taciturn.errors import InputError
-from taciturn.files import check_file
+from taciturn.files import check_file, write_whole
 
 
 @pytest.mark.parametrize("kind", ["new", "file", "read-only folder", "device", "pipe"])
@@ -41,3 +41,12 @@ def test_a_file_that_cannot_be_is_refused_with_its_cause(tmp_path: Path, name: s
     with pytest.raises(InputError, match=r"--html: cannot write .*: ") as caught:
         check_file("--html", tmp_path / name)
     assert "\n" not in str(caught.value)
+
+
+def test_a_file_is_written_whole(tmp_path: Path) -> None:
+    """The old text stays until the new one is there, and nothing is left beside it."""
+    path = tmp_path / "a.json"
+    write_whole(path, "old")
+    write_whole(path, "new \N{EM DASH}")
+    assert path.read_text("utf-8") == "new \N{EM DASH}"
+    assert [p.name for p in tmp_path.iterdir()] == ["a.json"]

@@ -1,4 +1,4 @@
-"""Files that a command is to write: refused before the work, not after it."""
+"""Files that a command is to write: refused before the work, and whole when they are there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from taciturn.errors import InputError
 
-__all__ = ["check_file"]
+__all__ = ["check_file", "write_whole"]
 
 
 def check_file(option: str, path: Path) -> None:
@@ -34,3 +34,10 @@ def check_file(option: str, path: Path) -> None:
             f"{option}: cannot write {path}: {error.strerror}; name a file in a folder that is "
             "there and in which you may write"
         ) from error
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file whole or not at all, for whoever reads it at the same time."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(text, "utf-8")
+    partial.replace(path)

@@ -19,6 +19,7 @@ from taciturn.compare.outcome import Outcome, outcome_of
 from taciturn.compare.records import Records
 from taciturn.compare.table import render
 from taciturn.errors import InputError
+from taciturn.files import write_whole
 from taciturn.ranks import Progress, show_progress, tell
 
 __all__ = ["QUICK", "add_seeds", "compare", "experiment_in", "report", "status"]
@@ -175,10 +176,7 @@ def experiment_in(folder: Path) -> Experiment:
 
 
 def _store(experiment: Experiment, folder: Path) -> None:
-    path = folder / EXPERIMENT
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(asdict(experiment), indent=1) + "\n", "utf-8")
-    partial.replace(path)
+    write_whole(folder / EXPERIMENT, json.dumps(asdict(experiment), indent=1) + "\n")
 
 
 def _plain(values: Mapping[str, Any]) -> Any:

@@ -25,6 +25,7 @@ from taciturn.compare.bundled import load_task
 from taciturn.compare.task import Task
 from taciturn.compare.training import TimeJob, TrainJob, check_task, time_steps, train
 from taciturn.errors import InputError, TestbedError
+from taciturn.files import write_whole
 from taciturn.probe import Job as ProbeJob
 from taciturn.probe import probe_link
 from taciturn.ranks import Ranks
@@ -182,7 +183,7 @@ def run_rank(folder: Path) -> int:
         check_task(task, 0)
         for number, job in enumerate(asked["jobs"]):
             if rank == 0:
-                _write(folder / "begun", str(number))
+                write_whole(folder / "begun", str(number))
             result = _do(task, job, asked["timeout_s"])
             if rank == 0:
                 line = json.dumps({"number": number, "result": result}, allow_nan=False)
@@ -192,7 +193,7 @@ def run_rank(folder: Path) -> int:
         dist.destroy_process_group()
     except Exception as error:
         failure = {"kind": type(error).__name__, "rank": rank, "text": str(error)}
-        _write(folder / f"failure-{rank}.json", json.dumps(failure))
+        write_whole(folder / f"failure-{rank}.json", json.dumps(failure))
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)  # an orderly exit might wait for ranks that are lost
@@ -248,10 +249,3 @@ def _probe(job: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         raise AssertionError("the last try returns or raises")
     finally:
         transport.close()
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all, for whoever reads at the same time."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(text)
-    partial.replace(path)

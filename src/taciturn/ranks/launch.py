@@ -24,6 +24,7 @@ from taciturn import errors
 from taciturn.collectives import products
 from taciturn.collectives.wires import kernels
 from taciturn.errors import InputError, PeerError, TaciturnError, TestbedError
+from taciturn.files import write_whole
 from taciturn.ranks.progress import Progress, show_progress, tell
 from taciturn.testbed import Description, RunResult, Testbed, capability
 from taciturn.units import format_rate
@@ -93,12 +94,12 @@ def run_rank(folder: Path, work: Work) -> int:
     try:
 
         def report(progress: Progress) -> None:
-            _write(folder / "progress.json", json.dumps(progress))
+            write_whole(folder / "progress.json", json.dumps(progress))
 
         job = json.loads((folder / "job.json").read_text())
         result = work(job, report if rank == 0 else None)
         if rank == 0:
-            _write(folder / "result.json", json.dumps(result, allow_nan=False))
+            write_whole(folder / "result.json", json.dumps(result, allow_nan=False))
     except TaciturnError as error:
         failure = {
             "kind": type(error).__name__,
@@ -106,7 +107,7 @@ def run_rank(folder: Path, work: Work) -> int:
             "ranks": list(getattr(error, "ranks", ())),
             "round": getattr(error, "round", 0),
         }
-        _write(folder / f"failure-{rank}.json", json.dumps(failure))
+        write_whole(folder / f"failure-{rank}.json", json.dumps(failure))
         print(f"taciturn: error: {error}", file=sys.stderr, flush=True)
         _leave()
     except Exception:
@@ -119,13 +120,6 @@ def _leave() -> None:
     """End at once: in an orderly exit gloo's threads might wait for ranks that are lost."""
     sys.stderr.flush()
     os._exit(1)
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all, for whoever reads at the same time."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(text)
-    partial.replace(path)
 
 
 def _failure(folder: Path, result: RunResult) -> TaciturnError:
