@@ -67,7 +67,7 @@ class _Conductor:
             self._look_at(regime)
         self._tune(plan.contenders_to_tune(experiment, records, experiment.regimes))
         if experiment.mode == "composed":
-            self._do(LOOPBACK, self._runs(experiment.regimes[0], *experiment.regimes[1:]))
+            self._do(LOOPBACK, self._runs(*experiment.regimes))
         for regime in experiment.regimes:
             if experiment.mode == "direct":
                 self._do(regime, self._runs(regime))

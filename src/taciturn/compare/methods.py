@@ -25,7 +25,6 @@ __all__ = [
     "BASELINE",
     "Comparable",
     "comparable",
-    "is_baseline",
     "named_by_plan",
     "parse",
     "quality_asked",
@@ -179,11 +178,6 @@ def comparable(text: str) -> Comparable:
         )
     period = int(options.get("steps", options.get("windows", 1)))  # type: ignore[arg-type]
     return Comparable(method.text, method.name, options, period, differ)
-
-
-def is_baseline(text: str) -> bool:
-    """Whether a method is DistributedDataParallel itself."""
-    return parse(text).name == BASELINE
 
 
 def named_by_plan(candidate: Candidate) -> str:

@@ -165,7 +165,7 @@ def _regime(
     try:
         runs = runs_of(experiment, records, name)
         settings = {
-            c.method: best_setting(experiment, records, _actual(experiment, records, c, name))
+            c.method: best_setting(experiment, records, standing_for(experiment, records, c, name))
             for c in experiment.contenders
         }
     except AssertionError:  # not tuned yet
@@ -173,7 +173,7 @@ def _regime(
     rows = [tuple(judge_runs(experiment, name, runs, t, broken)) for t in targets]
     stands_for = {}
     for contender in experiment.contenders if settings else ():
-        actual = _actual(experiment, records, contender, name)
+        actual = standing_for(experiment, records, contender, name)
         text = timed_method(experiment, records, actual, name)
         if text != contender.method:
             stands_for[contender.method] = text
@@ -195,10 +195,6 @@ def _regime(
         drift=drift,
         broken=tuple(broken),
     )
-
-
-def _actual(experiment: Experiment, records: Records, c: Contender, regime: str) -> Contender:
-    return standing_for(experiment, records, c, regime)
 
 
 def _drift(
