@@ -59,7 +59,8 @@ PASSES, AGAIN = 2, 3
 WARMUPS, LEAST, MOST, PASS_S = 2, 2, 8, 2.5
 """Steps of a pass: to warm up, then at least and at most so many, for about so many seconds."""
 UNSEEN_BYTES = (4 << 10, 64 << 20)
-UNSEEN, UNSEEN_REPEATS = 9, 3
+UNSEEN, UNSEEN_REPEATS, UNSEEN_S = 9, 25, 1.0
+"""Sizes, and repeats of one: at most so many, in about so many seconds."""
 TIMEOUT_S = 20_000.0
 
 
@@ -145,22 +146,35 @@ def measure_link(job: Row) -> Row:
             if len(refused) == PROBES:
                 raise
     probe_s = time.perf_counter() - start
+    unseen = measure_unseen(random.Random(ranks.size))
+    transport.close()
+    return {"link": link.to_json(), "probe_s": probe_s, "refused": refused, "unseen": unseen}
+
+
+def measure_unseen(order: random.Random) -> list[Row]:
+    """Time the backend's all_reduce of sizes that the probe did not see.
+
+    In rounds of random order; short calls, which scatter most, are in more of the rounds.
+    """
     low, high = UNSEEN_BYTES
-    unseen = []
+    calls = []
     for number in range(UNSEEN):
         # Between powers of two, evenly in the logarithm.
         size = int(low * (high / low) ** ((number + 0.5) / UNSEEN)) // 4 * 4
-        for dtype, item in ((torch.float32, 4), (torch.bfloat16, 2)):
-            flat = torch.zeros(size // item, dtype=dtype)
+        for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+            flat = torch.zeros(size // dtype.itemsize, dtype=dtype)
             dist.all_reduce(flat)
-            repeats = 1 if size > 8 << 20 else UNSEEN_REPEATS
-            seconds = [timed(lambda f=flat: dist.all_reduce(f)) for _ in range(repeats)]  # type: ignore[misc]
-            name = "fp32" if item == 4 else "bf16"
-            unseen.append(
-                {"dtype": name, "size_bytes": size, "seconds": statistics.median(seconds)}
-            )
-    transport.close()
-    return {"link": link.to_json(), "probe_s": probe_s, "refused": refused, "unseen": unseen}
+            first_s = timed(lambda f=flat: dist.all_reduce(f))  # type: ignore[misc]
+            repeats = max(1, min(UNSEEN_REPEATS, int(UNSEEN_S / first_s)))
+            calls.append((name, size, flat, repeats, [first_s]))
+    for number in range(1, UNSEEN_REPEATS):
+        for _, _, flat, repeats, seconds in order.sample(calls, len(calls)):
+            if number < repeats:
+                seconds.append(timed(lambda f=flat: dist.all_reduce(f)))  # type: ignore[misc]
+    return [
+        {"dtype": name, "size_bytes": size, "seconds": statistics.median(seconds)}
+        for name, size, _, _, seconds in calls
+    ]
 
 
 def rank_main(job: Row) -> None:
