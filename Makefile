@@ -1,16 +1,17 @@
 # Two commands do everything, the environment included: make demo, make test.
 #
 #   make venv    .venv with the package (editable) and every tool the tests need
-#   make demo    8 emulated ranks at 200 Mbit/s; table, demo/bench.json, demo/bench.html
-#   make test    lint, types, import rules, all tests
-#   make lint | types | imports | tests    one of them
+#   make demo    a small comparison of training methods on two networks; demo/report.html
+#   make test    lint, types, import rules, the site, all tests
+#   make lint | types | imports | site | tests    one of them; the site is site/index.html
+#   make bench   all-reduces of 8 emulated ranks at 200 Mbit/s; bench/bench.json, bench/bench.html
 #   make format  rewrite the sources as `make lint` wants them
 #   make clean   remove what these made
 #
 # Variables: PYTHON=... (an interpreter >= 3.11), TESTS="..." (arguments for pytest), WORKERS=...
 # (processes that run tests side by side; many tests wait more than they compute; 0: in this one),
-# REPEATS=9 (timed calls of each method in the demo; the default keeps it under five minutes on two
-# cores).
+# REPEATS=9 (timed calls of each method of `make bench`; the default keeps it under five minutes on
+# two cores).
 
 VENV := .venv
 STAMP := $(VENV)/.stamp
@@ -26,14 +27,14 @@ CANDIDATES := python3 python3.13 python3.12 python3.11 python3.14 python
 PYTHON = $(shell for p in $(CANDIDATES); do \
   if $$p -c '$(SUITABLE)' >/dev/null 2>&1; then echo $$p; break; fi; done)
 
-DEMO_METHODS := backend; backend:wire=bf16; ring; \
+BENCH_METHODS := backend; backend:wire=bf16; ring; \
   coded:passes=2; coded:passes=4; coded:passes=8; \
   coded:passes=16,code=fourier; \
   coded:passes=16,code=fourier,shuffle=true,wire=bf16; \
   coded:passes=16,code=fourier,wire=int8; \
   quantized:wire=bf16; quantized:bits=8; quantized:bits=4; direct:bits=8
 
-.PHONY: venv demo test lint types imports tests format clean
+.PHONY: venv demo bench test lint types imports site tests format clean
 
 venv: $(STAMP)
 
@@ -51,11 +52,14 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo '$(CURDIR)' > $(STAMP)
 
 demo: $(STAMP)
-	@mkdir -p demo
-	$(BIN)/taciturn bench --ranks 8 --rate 200mbit --size 1MiB,32MiB --repeats $(REPEATS) --warmup 1 \
-	  --methods "$(DEMO_METHODS)" --json demo/bench.json --html demo/bench.html
+	$(BIN)/taciturn compare --quick --out demo
 
-test: lint types imports tests
+bench: $(STAMP)
+	@mkdir -p bench
+	$(BIN)/taciturn bench --ranks 8 --rate 200mbit --size 1MiB,32MiB --repeats $(REPEATS) --warmup 1 \
+	  --methods "$(BENCH_METHODS)" --json bench/bench.json --html bench/bench.html
+
+test: lint types imports site tests
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -67,6 +71,9 @@ types: $(STAMP)
 imports: $(STAMP)
 	$(BIN)/lint-imports --no-cache
 
+site: $(STAMP)
+	PATH="$(CURDIR)/$(BIN):$$PATH" NO_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --quiet
+
 tests: $(STAMP)
 	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(TESTS)
 
@@ -75,5 +82,5 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist demo .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist demo bench site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from taciturn.errors import InputError
-from taciturn.link import Contention, Estimate, Fit, Link, MethodSpeed, Piece
+from taciturn.link import VERSION, Contention, Estimate, Fit, Link, MethodSpeed, Piece
 
 CURVE = Fit(
     alpha_s=Estimate(1e-3, 5e-4, 2e-3),
@@ -68,7 +68,7 @@ def test_a_link_is_read_as_it_was_written(tmp_path: Path) -> None:
     LINK.write(tmp_path / "link.json")
     assert Link.read(tmp_path / "link.json") == LINK
     values = json.loads((tmp_path / "link.json").read_text())
-    assert (values["format"], values["version"]) == ("taciturn.link", 1)
+    assert (values["format"], values["version"]) == ("taciturn.link", VERSION)
     assert Link.from_json(LINK.to_json()) == LINK
 
 
@@ -112,7 +112,8 @@ def renamed(values: dict[str, Any]) -> None:
     ("change", "says"),
     [
         (changed("format", "taciturn.bench"), "this is no link"),
-        (changed("version", 2), "version 2"),
+        (changed("version", VERSION + 1), f"version {VERSION + 1}"),
+        (changed("version", VERSION - 1), f"version {VERSION - 1}"),
         (changed("version", None), "version None"),
         (renamed, "one_way lacks alpha_s and has alpha_ms: units are in the names"),
         (changed("gamma_s_per_byte", None), "gamma_s_per_byte is null, not an object"),

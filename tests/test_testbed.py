@@ -476,6 +476,13 @@ def test_time_is_bounded(namespaces: bool, marker: str) -> None:
     assert not processes(marker)
 
 
+@pytest.mark.parametrize("timeout_s", [30 * 86_400.0, 9.9e8])
+def test_a_time_out_may_be_months_away(timeout_s: float) -> None:
+    """As long as is accepted, it is waited for."""
+    with Testbed(2, None, namespaces=False) as testbed:
+        assert testbed.run(sh("exit 0"), timeout_s=timeout_s, store=False).ok
+
+
 @linux
 def test_what_a_rank_leaves_behind_ends_with_the_run(shaped: None, marker: str) -> None:
     """A background process, even in its own session, neither delays the run nor survives it."""

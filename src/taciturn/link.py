@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 FORMAT = "taciturn.link"
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class MethodSpeed:
     """One method end to end: the average of fp32 gradients, on all ranks at once, over this link.
 
     Attributes:
-        method: as it is written; error feedback is off.
+        method: as it is written: biased ones with their error feedback.
         elems: fp32 elements averaged, ascending.
         seconds: median wall time of one call, on the rank that was slowest.
         codec_s: of which coding, by the ledger, on the rank that coded longest.

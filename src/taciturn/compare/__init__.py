@@ -2,10 +2,11 @@
 
 ``experiment`` (what is decided before), ``task`` and ``bundled`` (what is trained), ``methods``
 (the grammar), ``order`` (which examples when), ``strategies`` (a method in the loop), ``training``
-(one run on one rank), ``sessions`` (jobs on ranks), ``jobs`` and ``conduct`` (what has to be
-measured, and when), ``predictions`` (what the plan says before), ``records`` (what was measured),
-``compose``, ``intervals``, ``verdict`` and ``outcome`` (what that shows: pure functions of
-records), ``table``, ``run``.
+and ``average_errors`` (what a rank measures), ``work`` (one job on its ranks), ``sessions`` (ranks
+of our own that wait for jobs) and ``cluster`` (those of torchrun), ``jobs`` and ``conduct`` (what
+has to be measured, and when), ``predictions`` (what the plan says before), ``records`` (what was
+measured), ``compose``, ``intervals``, ``verdict``, ``outcome``, ``crossover`` and ``rules`` (what
+that shows: pure functions of records), ``table`` and ``page``, ``run``.
 """
 
 from __future__ import annotations

@@ -88,6 +88,8 @@ def _run(method: str, seed: int, trials: int, record: Record, timing: Record | N
         nonfinite_steps=result["nonfinite_steps"],
         replica_spread=result["replica_spread"],
         residual_growth=growth,
+        single_replica=result["single_replica_value"],
+        averaged=result["averaged_value"],
     )
 
 
@@ -103,5 +105,14 @@ def _points(points: list[dict[str, Any]], timing: Mapping[str, Any] | None) -> t
             sent = None if each is None else each * point["step"]
         elif sent is None:
             sent = point["interface_bytes"]
-        made.append(Point(point["examples"], seconds, point["value"], sent))
+        made.append(
+            Point(
+                point["examples"],
+                seconds,
+                point["value"],
+                sent,
+                residual_norm=point["residual_norm"],
+                gradient_norm=point["gradient_norm"],
+            )
+        )
     return tuple(made)

@@ -15,59 +15,83 @@ import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from taciturn.compare import jobs as plan
 from taciturn.compare.bundled import load_task
-from taciturn.compare.experiment import Contender, Experiment
+from taciturn.compare.experiment import CLUSTER, Contender, Experiment
 from taciturn.compare.predictions import predict
 from taciturn.compare.records import Records
-from taciturn.compare.sessions import LOOPBACK, Job, run_jobs
-from taciturn.compare.task import Task
+from taciturn.compare.sessions import Done
+from taciturn.compare.training import COMPUTE
+from taciturn.compare.work import Job
 from taciturn.errors import InputError
 from taciturn.link import Link
 from taciturn.plan import Compute, Model
+from taciturn.ranks import Progress
 
-__all__ = ["RECORDS", "about_here", "conduct", "remaining"]
+__all__ = ["RECORDS", "Doer", "about_here", "conduct", "remaining"]
 
 RECORDS = "records.jsonl"
 
-Say = Callable[[str], None]
-OnProgress = Callable[[int, int, str], None]
-"""Given how many jobs are done, how many there are in all, and what is under way."""
+OnProgress = Callable[[Progress], None]
+
+
+class Doer(Protocol):
+    """Who has ranks do jobs."""
+
+    def do(self, regime: str, job: Job) -> Done:
+        """Do a job on a network, and wait for it."""
+        ...
 
 
 def conduct(
-    experiment: Experiment, records: Records, on_progress: OnProgress | None = None
-) -> None:
+    experiment: Experiment,
+    records: Records,
+    doer: Doer,
+    on_progress: OnProgress | None = None,
+) -> list[str]:
     """Do all that is missing.
+
+    Returns:
+        What could not be had, and is tried again next time: whole sentences.
 
     Raises:
         InputError: a baseline that never learns, a link of which nothing can be told.
         TestbedError: a regime that this machine cannot make.
     """
-    _Conductor(experiment, records, on_progress).run()
+    conductor = _Conductor(experiment, records, doer, on_progress)
+    conductor.run()
+    return conductor.wanting
 
 
 class _Conductor:
     def __init__(
-        self, experiment: Experiment, records: Records, on_progress: OnProgress | None
+        self,
+        experiment: Experiment,
+        records: Records,
+        doer: Doer,
+        on_progress: OnProgress | None,
     ) -> None:
-        self.experiment, self.records, self.on_progress = experiment, records, on_progress
-        self.task: Task = load_task(experiment.task)
-        self.model = Model.of_module(self.task.model(0), self.task.name)
-        self.total = self._count()
+        self.experiment, self.records, self.doer = experiment, records, doer
+        self.on_progress = on_progress
+        self.wanting: list[str] = []
 
     def run(self) -> None:
         experiment, records = self.experiment, self.records
         self._tune(experiment.baselines)
-        self._do(LOOPBACK, plan.target_jobs(experiment, records))
+        self._do(experiment.home, plan.target_jobs(experiment, records))
         self._check_target()
         for regime in experiment.regimes:
             self._look_at(regime)
-        self._tune(plan.contenders_to_tune(experiment, records, experiment.regimes))
+        methods = plan.contenders_to_tune(experiment, records, experiment.regimes)
+        self._tune(methods)
+        errors = [
+            plan.errors_job(experiment, records, c) for c in (*experiment.baselines, *methods)
+        ]
+        self._do(experiment.home, [job for job in errors if job is not None])
         if experiment.mode == "composed":
-            self._do(LOOPBACK, self._runs(*experiment.regimes))
+            self._do(experiment.home, self._runs(*experiment.regimes))
         for regime in experiment.regimes:
             if experiment.mode == "direct":
                 self._do(regime, self._runs(regime))
@@ -75,16 +99,8 @@ class _Conductor:
             self._do(regime, after)
 
     def _tune(self, contenders: Sequence[Contender]) -> None:
-        self._do(LOOPBACK, [j for c in contenders for j in plan.trial_jobs(self.experiment, c)])
-
-    def _count(self) -> int:
-        """Return about how many jobs there are in all."""
-        e = self.experiment
-        trials = len(e.baselines) * e.baseline_trials + len(e.methods) * e.trials
-        looks = 3 + sum(len(c.variants()) for c in e.baselines)
-        runs = len(e.contenders) * e.seeds
-        direct = len(e.regimes) if e.mode == "direct" else 1
-        return trials + e.target_seeds + len(e.regimes) * (looks + runs) + direct * runs
+        experiment = self.experiment
+        self._do(experiment.home, [j for c in contenders for j in plan.trial_jobs(experiment, c)])
 
     def _look_at(self, regime: str) -> None:
         """Probe a regime, and store what is foretold of it before anything is run there."""
@@ -94,19 +110,13 @@ class _Conductor:
         self._do(regime, [probe, compute, *plan.variant_jobs(experiment, regime)])
         if records.find(plan.plan_job(regime)) is not None:
             return
-        for job in (probe, compute):
-            record = records.find(job)
-            if record is None or record.result is None:
-                why = "" if record is None else f": {record.failure}"
-                raise InputError(
-                    f"nothing can be foretold of the regime {regime}, as its {job['kind']} "
-                    f"failed{why}; move {records.path} away and try again, or leave this regime out"
-                )
-        link = Link.from_json(records.find(probe).result["link"])  # type: ignore[union-attr, index]
-        step_s = records.find(compute).result["step_s"]  # type: ignore[union-attr, index]
+        link = Link.from_json(records.get(probe).result["link"])  # type: ignore[index]
+        step_s = records.get(compute).result["step_s"]  # type: ignore[index]
         texts = [t for c in experiment.contenders if not c.is_auto for t in c.variants()]
         autos = [c.method for c in experiment.methods if c.is_auto]
-        told = predict(link, self.model, Compute(step_s), texts, autos)
+        task = load_task(experiment.task)
+        model = Model.of_module(task.model(0), task.name)
+        told = predict(link, model, Compute(step_s), texts, autos)
         records.add(plan.plan_job(regime), told)
 
     def _runs(self, *regimes: str) -> list[Job]:
@@ -156,33 +166,78 @@ class _Conductor:
 
     def _do(self, regime: str, some: Sequence[Job]) -> None:
         """Do the jobs of which there is no record."""
-        each = {repr(job): job for job in some}.values()  # contenders may share a run
-        missing = [job for job in each if self.records.find(job) is None]
-        if not missing:
-            return
-
-        def begun(job: Job) -> None:
+        for job in some:  # contenders may share a run
+            if self.records.find(job) is not None:
+                continue
             if self.on_progress is not None:
-                what = job.get("method") or job.get("when")
-                done = sum(1 for _ in self.records)
-                self.on_progress(done, max(self.total, done + 1), f"{regime}: {job['kind']} {what}")
+                self.on_progress(_progress(self.experiment, self.records, regime, job))
+            began = time.monotonic()
+            result, failure = self.doer.do(regime, job)
+            if failure is not None and _is_tried_again(job):
+                self._want(regime, job, failure)
+                continue
+            self.records.add(job, result, failure, time.monotonic() - began)
 
-        run_jobs(
-            self.experiment.task,
-            self.experiment.ranks,
-            regime,
-            missing,
-            self.experiment.timeout_s,
-            self.records.add,
-            begun,
+    def _want(self, regime: str, job: Job, failure: str) -> None:
+        what = "was not probed" if job["kind"] == "probe" else "has no step without exchange"
+        sentence = f"the regime {regime} {what}: {failure}"
+        if job.get("when") == "after":  # what was run stands; its rule is broken until then
+            self.wanting.append(f"{sentence}; the same command tries again")
+            return
+        raise InputError(
+            f"{sentence}. Nothing can be foretold of it: the same command tries again, or leave "
+            "this regime out"
         )
+
+
+def _is_tried_again(job: Job) -> bool:
+    """Whether a failure of a job says nothing of a method, and is no result."""
+    return job["kind"] == "probe" or job.get("method") == COMPUTE
+
+
+def _expected(experiment: Experiment) -> dict[str, int]:
+    """Return about how many jobs of each sort there are in all."""
+    e = experiment
+    trials = len(e.baselines) * e.baseline_trials + len(e.methods) * e.trials
+    runs = len(e.contenders) * e.seeds
+    variants = sum(len(c.variants()) for c in e.baselines)
+    return {
+        "train": trials + e.target_seeds + runs * (len(e.regimes) if e.mode == "direct" else 1),
+        "time": len(e.regimes) * (1 + variants + runs),
+        "errors": len(e.contenders),
+        "probe": len(e.regimes) * 2,
+        "plan": len(e.regimes),
+    }
+
+
+def _sort_of(job: Job) -> str:
+    kind = str(job["kind"])
+    return kind if kind in ("time", "errors", "probe", "plan") else "train"
+
+
+def _progress(experiment: Experiment, records: Records, regime: str, job: Job) -> Progress:
+    """Return how far all is: a job is expected to take as long as those of its sort did."""
+    guess = {
+        "train": 5.0,
+        "errors": 1.0,
+        "time": 3 * experiment.time_s,
+        "probe": 2 * experiment.probe_s,
+    }
+    left_s = done_s = 0.0
+    for sort, count in _expected(experiment).items():
+        took = [r.took_s for r in records if _sort_of(r.job) == sort]
+        each = sum(took) / len(took) if took else guess.get(sort, 0.0)
+        left_s += each * max(0, count - len(took))
+        done_s += sum(took)
+    what = job.get("method") or f"{job['when']} the runs"
+    fraction = done_s / (done_s + left_s) if done_s else 0.0
+    return Progress(fraction, left_s, f"{regime}: {job['kind']} {what}")
 
 
 def remaining(experiment: Experiment, records: Records) -> tuple[int, int]:
     """How many jobs have a record, and about how many there are in all."""
-    total = _Conductor(experiment, records, None).total
     done = sum(1 for _ in records)
-    return done, max(done, total)
+    return done, max(done, sum(_expected(experiment).values()))
 
 
 def about_here(experiment: Experiment) -> dict[str, Any]:
@@ -195,7 +250,8 @@ def about_here(experiment: Experiment) -> dict[str, Any]:
         "system": platform.platform(),
         "processor": _processor(),
         "cores": os.cpu_count(),
-        "host": platform.node(),
+        # On a cluster it may be another each time.
+        "host": CLUSTER if experiment.on_cluster else platform.node(),
         "threads": 1,
         "task": experiment.task,
         "facts": dict(task.facts) | {"examples": task.examples, "held_out": task.held_out},

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import json
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -31,9 +32,14 @@ from taciturn.errors import InputError, TaciturnError
 from taciturn.ranges import check_number, check_whole
 from taciturn.units import parse_rate
 
-__all__ = ["Contender", "Experiment", "Mode", "read_experiment"]
+__all__ = ["CLUSTER", "LOOPBACK", "Contender", "Experiment", "Mode", "read_experiment"]
 
 Mode = Literal["composed", "direct"]
+
+LOOPBACK = "loopback"
+"""The network of runs whose losses are composed with other networks' step times."""
+CLUSTER = "cluster"
+"""The network between ranks that torchrun has started, as a regime."""
 
 FEWEST_SEEDS, MOST_SEEDS = 1, 100
 TUNING_SEED, TARGET_SEED, RUN_SEED = 1_000_000, 2_000_000, 0
@@ -114,7 +120,8 @@ class Experiment:
     Attributes:
         task: what is trained: a bundled task, or ``module:callable``.
         methods: what is held against the baselines.
-        regimes: rates of every link, both ways, as ``50mbit`` or ``unshaped``.
+        regimes: rates of every link, both ways, as ``50mbit`` or ``unshaped``; or only ``cluster``,
+            the network between ranks that torchrun has started.
         ranks: how many are started.
         steps: global batches of a run.
         evaluations: how often a run is judged, evenly over its steps.
@@ -213,10 +220,27 @@ class Experiment:
     def _check_regimes(self) -> None:
         if not self.regimes:
             raise InputError("no regimes: give rates of the links, as 50mbit, 1gbit or unshaped")
+        if self.on_cluster:
+            if len(self.regimes) > 1:
+                raise InputError(
+                    f"regimes={list(self.regimes)}: {CLUSTER!r} is the network that torchrun's "
+                    "ranks are on, and stands alone"
+                )
+            return
         if len(set(self.regimes)) < len(self.regimes):
             raise InputError(f"regimes={list(self.regimes)}: one of them is there twice")
         for regime in self.regimes:
             parse_rate(regime)
+
+    @property
+    def on_cluster(self) -> bool:
+        """Its ranks are those of torchrun."""
+        return CLUSTER in self.regimes
+
+    @property
+    def home(self) -> str:
+        """The network of all runs that are not of a regime's own."""
+        return CLUSTER if self.on_cluster else LOOPBACK
 
     @property
     def contenders(self) -> tuple[Contender, ...]:
@@ -237,6 +261,25 @@ class Experiment:
         plain = asdict(self)
         del plain["seeds"]
         return plain
+
+    def to_toml(self) -> str:
+        """The file that :func:`read_experiment` reads. Law: what it reads is equal to this."""
+        lines, tables = [], []
+        for key, value in asdict(self).items():
+            if key not in _TABLES:
+                lines.append(f"{key} = {_toml(value)}")
+                continue
+            for one in value:
+                tables += ["", f"[[{key}]]", f"method = {_toml(one['method'])}"]
+                if one["space"]:
+                    knobs = ", ".join(f"{k} = {_toml(v)}" for k, v in one["space"].items())
+                    tables.append(f"space = {{{knobs}}}")
+        return "\n".join([*lines, *tables, ""])
+
+
+def _toml(value: object) -> str:
+    """Return text, a number, or a list of them: JSON writes these as TOML does."""
+    return json.dumps(value)
 
 
 _TABLES = {"methods": Contender, "baselines": Contender}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from scipy.stats import qmc
 
@@ -17,11 +18,11 @@ from taciturn.compare.experiment import (
     Contender,
     Experiment,
 )
-from taciturn.compare.methods import parse
+from taciturn.compare.methods import comparable, parse
 from taciturn.compare.predictions import probed_methods
 from taciturn.compare.records import Records
-from taciturn.compare.sessions import LOOPBACK, Job
 from taciturn.compare.training import COMPUTE
+from taciturn.compare.work import Job
 
 __all__ = [
     "Setting",
@@ -29,6 +30,7 @@ __all__ = [
     "best_setting",
     "compute_job",
     "contenders_to_tune",
+    "errors_job",
     "fastest_variant",
     "plan_job",
     "probe_job",
@@ -69,8 +71,17 @@ def _train(experiment: Experiment, kind: str, method: str, rate: float, seed: in
         "seed": seed,
         "steps": experiment.steps,
         "evaluate_at": list(experiment.evaluate_at()),
-        "regime": LOOPBACK,
+        "regime": experiment.home,
     }
+
+
+@cache
+def _points(dimensions: int, count: int) -> list[list[float]]:
+    """Return points of the unit cube, alike each time."""
+    # Scrambled, as unscrambled the sequence begins with a corner.
+    sequence = qmc.Sobol(dimensions, scramble=True, rng=0)
+    points: list[list[float]] = sequence.random_base2(max(1, math.ceil(math.log2(count)))).tolist()
+    return points[:count]
 
 
 def trial_jobs(experiment: Experiment, contender: Contender) -> list[Job]:
@@ -80,12 +91,9 @@ def trial_jobs(experiment: Experiment, contender: Contender) -> list[Job]:
     """
     count = experiment.baseline_trials if contender.is_baseline else experiment.trials
     knobs = {} if contender.is_baseline else contender.space
-    # The sequence is scrambled, alike each time: unscrambled it begins with a corner.
-    sequence = qmc.Sobol(1 + len(knobs), scramble=True, rng=0)
-    points = sequence.random_base2(max(1, math.ceil(math.log2(count))))[:count]
     low, high = (math.log(x) for x in experiment.learning_rates)
     jobs = []
-    for first, *others in points.tolist():
+    for first, *others in _points(1 + len(knobs), count):
         rate = float(f"{math.exp(low + first * (high - low)):.4g}")
         chosen = {
             name: values[min(len(values) - 1, int(at * len(values)))]
@@ -97,12 +105,15 @@ def trial_jobs(experiment: Experiment, contender: Contender) -> list[Job]:
 
 
 def best_setting(experiment: Experiment, records: Records, contender: Contender) -> Setting:
-    """The setting whose tuning run ended best; all of them must be there."""
+    """The setting whose tuning run ended best.
+
+    Raises:
+        MissingRecordError: it is not tuned yet.
+    """
     jobs = trial_jobs(experiment, contender)
     values = []
     for job in jobs:
-        record = records.find(job)
-        assert record is not None, "tuned before it is asked for"
+        record = records.get(job)
         points = record.result["points"] if record.result is not None else []
         value = points[-1]["value"] if points else None
         values.append(math.inf if value is None else value)
@@ -130,8 +141,7 @@ def target_value(experiment: Experiment, records: Records) -> float:
     """The median over these runs of their best values; infinite if a run of the middle failed."""
     best = []
     for job in target_jobs(experiment, records):
-        record = records.find(job)
-        assert record is not None, "run before it is asked for"
+        record = records.get(job)
         values = [p["value"] for p in (record.result or {"points": []})["points"]]
         best.append(min((v for v in values if v is not None), default=math.inf))
     ordered = sorted(best)
@@ -146,8 +156,22 @@ def run_job(
     job = _train(experiment, "run", setting.method, setting.learning_rate, seed)
     if experiment.mode == "direct":
         method = fastest_variant(experiment, records, contender, regime)
-        job |= {"regime": regime, "method": method or setting.method}
+        return {**job, "regime": regime, "method": method or setting.method}
     return job
+
+
+def errors_job(experiment: Experiment, records: Records, contender: Contender) -> Job | None:
+    """How exact its average is on gradients of the task; None if it averages no gradients."""
+    setting = best_setting(experiment, records, contender)
+    if not comparable(setting.method).averages_gradients:
+        return None
+    return {
+        "kind": "errors",
+        "method": setting.method,
+        "learning_rate": setting.learning_rate,
+        "seed": TUNING_SEED,
+        "regime": experiment.home,
+    }
 
 
 def time_job(experiment: Experiment, regime: str, method: str, seed: int) -> Job:
@@ -216,8 +240,7 @@ def plan_job(regime: str) -> Job:
 
 def auto_stands_for(records: Records, contender: Contender, regime: str) -> str:
     """The method that ``auto`` is in a regime."""
-    record = records.find(plan_job(regime))
-    assert record is not None, "planned before it is asked for"
+    record = records.get(plan_job(regime))
     assert record.result is not None
     text: str = record.result["auto"][contender.method]["method"]
     return text

@@ -133,6 +133,11 @@ class Comparable:
     period: int
     replicas_differ: bool
 
+    @property
+    def averages_gradients(self) -> bool:
+        """Every step exchanges that step's gradients."""
+        return self.name not in ("accumulate", "local_sgd", "diloco")
+
 
 def parse(text: str) -> Method:
     """The method that ``text`` names.

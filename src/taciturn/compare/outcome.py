@@ -14,18 +14,18 @@ from taciturn.compare.jobs import (
     Setting,
     best_setting,
     compute_job,
+    errors_job,
     plan_job,
     probe_job,
     standing_for,
     target_value,
     timed_method,
 )
-from taciturn.compare.records import Records
+from taciturn.compare.records import MissingRecordError, Records
 from taciturn.compare.verdict import Row, Run, judge_runs
-from taciturn.errors import InputError
 from taciturn.link import Link
 
-__all__ = ["Outcome", "Regime", "Share", "outcome_of"]
+__all__ = ["Outcome", "Rate", "Regime", "Share", "outcome_of"]
 
 MOST_DRIFT = 0.10
 """Rule 10: more between the probes before and after voids the regime."""
@@ -57,6 +57,20 @@ class Share:
 
 
 @dataclass(frozen=True)
+class Rate:
+    """Bandwidth of a regime's links, both ways at once, as a probe found it.
+
+    Attributes:
+        bits_per_s: what arrives.
+        low, high: its 95 % interval.
+    """
+
+    bits_per_s: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
 class Regime:
     """One network.
 
@@ -68,9 +82,12 @@ class Regime:
         shares: where a step goes, by contender.
         settings: how each contender was run, by contender.
         stands_for: of ``auto`` and of contenders with knobs, what was run here.
-        rate_bits_per_s: measured before; None if the probe is not there.
+        errors: of each contender's average, on gradients of the task: ``replica_error``,
+            ``mean_error`` and ``spread``, relative; only of those that average gradients.
+        rate: measured before; None if the probe is not there.
         drift: of the rate, after against before; None likewise.
         broken: rules that the whole regime breaks.
+        notes: what a reader should know beside.
     """
 
     name: str
@@ -81,9 +98,11 @@ class Regime:
     shares: Mapping[str, Share]
     settings: Mapping[str, Setting]
     stands_for: Mapping[str, str]
-    rate_bits_per_s: float | None
+    errors: Mapping[str, Mapping[str, float | None]]
+    rate: Rate | None
     drift: float | None
     broken: tuple[str, ...]
+    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -120,6 +139,7 @@ class Outcome:
                         "predicted_ratio": predicted,
                         "stands_for": regime.stands_for.get(row.method),
                         "setting": asdict(regime.settings[row.method]),
+                        "errors": regime.errors.get(row.method),
                         "step": None if share is None else asdict(share),
                         "target": self.target,
                     }
@@ -131,15 +151,9 @@ def outcome_of(experiment: Experiment, records: Records) -> Outcome:
     """What the records say.
 
     Raises:
-        InputError: there is no target yet.
+        MissingRecordError: there is no target yet.
     """
-    try:
-        median = target_value(experiment, records)
-    except AssertionError as error:
-        raise InputError(
-            f"{records.path}: the baseline is not tuned yet, so there is no target; run taciturn "
-            "compare again, it goes on where it stopped"
-        ) from error
+    median = target_value(experiment, records)
     slack = experiment.target_slack
     targets = [median * (1 + factor * slack) for factor in (1, 3, 0)]
     measured = [r for r in experiment.regimes if records.find(plan_job(r)) is not None]
@@ -156,19 +170,16 @@ def outcome_of(experiment: Experiment, records: Records) -> Outcome:
 def _regime(
     experiment: Experiment, records: Records, name: str, targets: Sequence[float]
 ) -> Regime:
-    drift, rate = _drift(experiment, records, name)
-    broken = []
-    if drift is None:
-        broken.append(f"rule 10, {name} was not probed after the runs")
-    elif abs(drift) > MOST_DRIFT:
-        broken.append(f"rule 10, the rate of {name} changed by {drift:+.0%} during the runs")
+    before, after = (_rate(experiment, records, name, when) for when in ("before", "after"))
+    drift, drifted, unsure = _drift(before, after, name)
+    broken = [drifted] if drifted else []
     try:
         runs = runs_of(experiment, records, name)
         settings = {
             c.method: best_setting(experiment, records, standing_for(experiment, records, c, name))
             for c in experiment.contenders
         }
-    except AssertionError:  # not tuned yet
+    except MissingRecordError:  # not tuned yet
         runs, settings = {}, {}
     rows = [tuple(judge_runs(experiment, name, runs, t, broken)) for t in targets]
     stands_for = {}
@@ -191,24 +202,52 @@ def _regime(
         shares=shares,
         settings=settings,
         stands_for=stands_for,
-        rate_bits_per_s=rate,
+        errors=_errors(experiment, records, name) if settings else {},
+        rate=before,
         drift=drift,
         broken=tuple(broken),
+        notes=(unsure,) if unsure else (),
     )
 
 
-def _drift(
+def _rate(experiment: Experiment, records: Records, regime: str, when: str) -> Rate | None:
+    record = records.find(probe_job(experiment, regime, when))
+    if record is None or record.result is None:
+        return None
+    beta = Link.from_json(record.result["link"]).both_ways.beta_s_per_byte
+    return Rate(8 / beta.value, 8 / beta.high, 8 / beta.low if beta.low else math.inf)
+
+
+def _drift(before: Rate | None, after: Rate | None, name: str) -> tuple[float | None, str, str]:
+    """Return the change of the rate, what rule it breaks, and what a reader should know; or ""."""
+    if before is None or after is None:
+        return None, f"rule 10, {name} was not probed before and after the runs", ""
+    change = after.bits_per_s / before.bits_per_s
+    unsure = math.hypot(*(math.log(rate.high / rate.low) / 2 for rate in (before, after)))
+    if abs(change - 1) <= MOST_DRIFT:
+        return change - 1, "", ""
+    if abs(math.log(change)) > unsure:
+        told = f"rule 10, the rate of {name} changed by {change - 1:+.0%} during the runs"
+        return change - 1, told, ""
+    told = (
+        f"the two probes of {name} differ by {change - 1:+.0%}, and tell its rate no better than "
+        f"within a factor of {math.exp(unsure):.2f}: that it held still is not shown; give a "
+        "longer probe_s"
+    )
+    return change - 1, "", told
+
+
+def _errors(
     experiment: Experiment, records: Records, regime: str
-) -> tuple[float | None, float | None]:
-    """Return the change of the rate that arrives, and the rate before."""
-    rates = []
-    for when in ("before", "after"):
-        record = records.find(probe_job(experiment, regime, when))
+) -> dict[str, Mapping[str, float | None]]:
+    found = {}
+    for contender in experiment.contenders:
+        actual = standing_for(experiment, records, contender, regime)
+        job = errors_job(experiment, records, actual)
+        record = None if job is None else records.find(job)
         if record is not None and record.result is not None:
-            rates.append(8 * Link.from_json(record.result["link"]).both_ways.bytes_per_s)
-    if not rates:
-        return None, None
-    return (rates[1] / rates[0] - 1 if len(rates) == 2 else None), rates[0]
+            found[contender.method] = record.result
+    return found
 
 
 def _share(

@@ -20,7 +20,7 @@ from typing import Any
 
 from taciturn.errors import InputError
 
-__all__ = ["FORMAT", "VERSION", "Record", "Records"]
+__all__ = ["FORMAT", "VERSION", "MissingRecordError", "Record", "Records"]
 
 FORMAT, VERSION = "taciturn.compare", 1
 
@@ -43,6 +43,10 @@ POOLED = (
 in each record, and the report says so."""
 
 
+class MissingRecordError(InputError):
+    """An answer needs something that is not measured yet."""
+
+
 @dataclass(frozen=True)
 class Record:
     """One line.
@@ -52,6 +56,7 @@ class Record:
         result: what came out; None if it failed.
         failure: why; None if it did not.
         at_s: when it ended, in seconds since 1970.
+        took_s: how long it took, the start of its ranks included where they were started for it.
         commit: of the code that made it; "" if unknown.
     """
 
@@ -59,6 +64,7 @@ class Record:
     result: Values | None
     failure: str | None
     at_s: float
+    took_s: float
     commit: str
 
 
@@ -134,7 +140,8 @@ class Records:
                 f"{self.path}, line {number}: a record without a job, or with no or two outcomes; "
                 "this file was changed by something else"
             )
-        record = Record(job, result, failure, float(row.get("at_s", 0)), str(row.get("commit", "")))
+        at_s, took_s = float(row.get("at_s", 0)), float(row.get("took_s", 0))
+        record = Record(job, result, failure, at_s, took_s, str(row.get("commit", "")))
         known = self._records.get(_key(job))
         if known is not None and (known.result, known.failure) != (result, failure):
             raise InputError(
@@ -154,16 +161,37 @@ class Records:
         """The record of a job, if it was done."""
         return self._records.get(_key(job))
 
-    def add(self, job: Values, result: Values | None, failure: str | None = None) -> Record:
+    def get(self, job: Values) -> Record:
+        """The record of a job.
+
+        Raises:
+            MissingRecordError: it was not done yet.
+        """
+        found = self.find(job)
+        if found is None:
+            named = " ".join(str(job[k]) for k in ("regime", "method", "when") if k in job)
+            raise MissingRecordError(
+                f"{self.path}: not all is measured yet ({job['kind']} {named} is missing): the "
+                "same command goes on where it stopped"
+            )
+        return found
+
+    def add(
+        self,
+        job: Values,
+        result: Values | None,
+        failure: str | None = None,
+        took_s: float = 0.0,
+    ) -> Record:
         """Append what came of a job; it is on the disk when this returns.
 
         Raises:
             InputError: the disk is full, or the folder gone; what was finished before is kept.
         """
-        at_s = round(time.time(), 3)
-        row = {"job": job, "result": result, "failure": failure, "at_s": at_s}
+        at_s, took_s = round(time.time(), 3), round(took_s, 3)
+        row = {"job": job, "result": result, "failure": failure, "at_s": at_s, "took_s": took_s}
         self._append(row | {"commit": self._commit})
-        record = Record(job, result, failure, at_s, self._commit)
+        record = Record(job, result, failure, at_s, took_s, self._commit)
         self._records[_key(job)] = record
         return record
 

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
+import shlex
 import statistics
-import time
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from taciturn.compare.conduct import RECORDS, about_here, conduct, remaining
-from taciturn.compare.experiment import Contender, Experiment
+from taciturn.compare.cluster import Cluster
+from taciturn.compare.conduct import RECORDS, Doer, about_here, conduct, remaining
+from taciturn.compare.experiment import CLUSTER, Contender, Experiment, read_experiment
 from taciturn.compare.outcome import Outcome, outcome_of
+from taciturn.compare.page import html
 from taciturn.compare.records import Records
+from taciturn.compare.sessions import Networks
 from taciturn.compare.table import render
 from taciturn.errors import InputError
 from taciturn.files import write_whole
-from taciturn.ranks import Progress, show_progress, tell
+from taciturn.ranks import show_progress, tell, under_torchrun
 
-__all__ = ["QUICK", "add_seeds", "compare", "experiment_in", "report", "status"]
+__all__ = ["QUICK", "add_seeds", "compare", "experiment_in", "report", "rerun_of", "status"]
 
-EXPERIMENT = "experiment.json"
+EXPERIMENT, PAGE = "experiment.toml", "report.html"
 
 QUICK = Experiment(
     task="digits",
@@ -54,64 +59,124 @@ def compare(
     out: Console,
     err: Console,
     json_path: Path | None = None,
-) -> Outcome:
-    """Do what is missing in a folder, and print what its records say.
+) -> Outcome | None:
+    """Do what is missing in a folder, print what its records say, and write its page.
+
+    Under torchrun every rank calls it; only rank 0 reads and writes the folder.
+
+    Returns:
+        None on the ranks of torchrun other than 0.
 
     Raises:
-        InputError: the folder holds another experiment, or cannot be written.
+        InputError: the folder holds another experiment, is in use, or cannot be written.
         TestbedError: a regime that this machine cannot make.
+        PeerError: a rank of torchrun was lost.
     """
+    if experiment.on_cluster != under_torchrun():
+        raise InputError(
+            f"regimes={list(experiment.regimes)}: the regime {CLUSTER!r} is of ranks that torchrun "
+            f"starts (torchrun ... -m taciturn compare FILE.toml), and they have no other"
+        )
+    if experiment.on_cluster:
+        with Cluster(experiment) as cluster:
+            if cluster.rank:
+                cluster.serve()
+                return None
+            return _compare(experiment, folder, cluster, out, err, json_path)
+    with Networks(experiment.task, experiment.ranks, experiment.timeout_s) as networks:
+        return _compare(experiment, folder, networks, out, err, json_path)
+
+
+def _compare(
+    experiment: Experiment,
+    folder: Path,
+    doer: Doer,
+    out: Console,
+    err: Console,
+    json_path: Path | None,
+) -> Outcome:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"--out {folder}: {error.strerror}; name a folder to write in") from error
-    stored = folder / EXPERIMENT
-    if stored.exists():
-        known = experiment_in(folder)
-        experiment = replace(experiment, seeds=max(experiment.seeds, known.seeds))
-        if _plain(experiment.settings()) != _plain(known.settings()):
+    with _alone_in(folder):
+        experiment = _gone_on_with(experiment, folder)
+        records = Records(folder / RECORDS, about_here(experiment))
+        write_whole(folder / EXPERIMENT, experiment.to_toml())
+        before = sum(1 for _ in records)
+        with show_progress(err, f"comparing in {folder}") as show:
+            wanting = conduct(experiment, records, doer, show)
+        for sentence in wanting:
+            tell(err, sentence)
+        if sum(1 for _ in records) == before and not wanting:
+            tell(err, f"nothing was missing in {folder}")
+        return report(folder, out, json_path)
+
+
+def _gone_on_with(experiment: Experiment, folder: Path) -> Experiment:
+    """Return the experiment with the seeds that its folder has.
+
+    Raises:
+        InputError: the folder holds another one.
+    """
+    if not (folder / EXPERIMENT).exists():
+        return experiment
+    known = experiment_in(folder)
+    experiment = replace(experiment, seeds=max(experiment.seeds, known.seeds))
+    if _plain(experiment.settings()) != _plain(known.settings()):
+        raise InputError(
+            f"{folder} holds another experiment ({_difference(known, experiment)}): name "
+            "another folder with --out"
+        )
+    return experiment
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Keep other commands out of a folder; the lock goes with this process, however it ends."""
+    try:
+        file = (folder / "lock").open("a")
+    except OSError as error:
+        raise InputError(f"--out {folder}: {error.strerror}; name a folder to write in") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
             raise InputError(
-                f"{folder} holds another experiment ({_difference(known, experiment)}): name "
-                "another folder with --out"
-            )
-    records = Records(folder / RECORDS, about_here(experiment))
-    _store(experiment, folder)
-    before, _ = remaining(experiment, records)
-    with show_progress(err, f"comparing in {folder}") as show:
-        conduct(experiment, records, _shown(records, show))
-    after, _ = remaining(experiment, records)
-    if after == before:
-        tell(err, f"nothing was missing in {folder}")
-    return report(folder, out, json_path)
-
-
-def _shown(records: Records, show: Any) -> Any:
-    """Return what is told of progress: the rest is expected to take as long as what was done."""
-    began, taken = time.monotonic(), [sum(1 for _ in records)]
-
-    def progress(done: int, total: int, label: str) -> None:
-        new = done - taken[0]
-        each = (time.monotonic() - began) / new if new else 5.0
-        show(Progress(done / total, each * (total - done), label))
-
-    return progress
+                f"{folder} is in use by another taciturn compare: wait for it, or name another "
+                "folder with --out"
+            ) from error
+        yield
 
 
 def report(folder: Path, out: Console, json_path: Path | None = None) -> Outcome:
-    """Print what the records of a folder say; measures nothing.
+    """Print what the records of a folder say, and write its page; measures nothing.
 
     Raises:
-        InputError: no records there, or not enough for any answer.
+        InputError: no records there, not enough for any answer, or a file that cannot be written.
     """
     experiment = experiment_in(folder)
     outcome = outcome_of(experiment, Records(folder / RECORDS))
     out.print(render(outcome))
     if json_path is not None:
-        try:
-            json_path.write_text(json.dumps(outcome.rows_json(), indent=1) + "\n", "utf-8")
-        except OSError as error:
-            raise InputError(f"--json: cannot write {json_path}: {error.strerror}") from error
+        _write("--json", json_path, json.dumps(outcome.rows_json(), indent=1) + "\n")
+    path = folder / PAGE
+    _write("the page", path, html(outcome, rerun_of(folder)))
+    out.print(f"report: {path}", soft_wrap=True)
     return outcome
+
+
+def rerun_of(folder: Path) -> str:
+    """The command that does the same experiment anew."""
+    again = folder.with_name(f"{folder.name or folder.resolve().name}-again")
+    return shlex.join(["taciturn", "compare", str(folder / EXPERIMENT), "--out", str(again)])
+
+
+def _write(what: str, path: Path, text: str) -> None:
+    try:
+        path.write_text(text, "utf-8")
+    except OSError as error:
+        raise InputError(f"{what}: cannot write {path}: {error.strerror}") from error
 
 
 def status(folder: Path, out: Console) -> None:
@@ -137,7 +202,7 @@ def status(folder: Path, out: Console) -> None:
 
 def add_seeds(
     folder: Path, seeds: int, out: Console, err: Console, json_path: Path | None = None
-) -> Outcome:
+) -> Outcome | None:
     """Run more fresh seeds of everything; what is tuned and the target stay.
 
     Raises:
@@ -156,27 +221,12 @@ def experiment_in(folder: Path) -> Experiment:
         InputError: there is none, or one of another version.
     """
     path = folder / EXPERIMENT
-    try:
-        values = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
+    if not path.is_file():
         raise InputError(
             f"{folder} holds no experiment: start one with taciturn compare FILE.toml --out "
             f"{folder}"
-        ) from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise InputError(f"{path} cannot be read: {error}") from error
-    try:
-        for key in ("methods", "baselines"):
-            values[key] = tuple(Contender(**one) for one in values[key])
-        for key in ("regimes", "learning_rates"):
-            values[key] = tuple(values[key])
-        return Experiment(**values)
-    except (KeyError, TypeError) as error:
-        raise InputError(f"{path} is not of this version of Taciturn: {error}") from error
-
-
-def _store(experiment: Experiment, folder: Path) -> None:
-    write_whole(folder / EXPERIMENT, json.dumps(asdict(experiment), indent=1) + "\n")
+        )
+    return read_experiment(path)
 
 
 def _plain(values: Mapping[str, Any]) -> Any:

@@ -1,195 +1,206 @@
-"""Jobs on ranks: start them on a network, hand them one job after the other, take what comes back.
+"""Ranks that wait for jobs: started on a network when it is first needed, and kept for the next.
 
-The ranks and the launcher meet in a folder: ``jobs.json``, ``begun`` (the number of the job under
-way) and ``done.jsonl``. A job that fails ends the ranks; the others then go on with new ones.
+A session's ranks and the launcher meet in a folder: ``asked.json``, ``ready``, then for each number
+``job-0.json`` and ``done-0.json``, and at the end ``end``. A job that fails ends its ranks; the
+next one gets new ones.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
 
 from taciturn.compare.bundled import load_task
-from taciturn.compare.task import Task
-from taciturn.compare.training import TimeJob, TrainJob, check_task, time_steps, train
-from taciturn.errors import InputError, TestbedError
+from taciturn.compare.experiment import LOOPBACK
+from taciturn.compare.training import check_task
+from taciturn.compare.work import Job, do_job
+from taciturn.errors import TestbedError
 from taciturn.files import write_whole
-from taciturn.probe import Job as ProbeJob
-from taciturn.probe import probe_link
-from taciturn.ranks import Ranks
 from taciturn.testbed import Testbed, capability
-from taciturn.transport import DistributedTransport
 from taciturn.units import parse_rate
 
-__all__ = ["LOOPBACK", "Job", "OnDone", "run_jobs", "run_rank"]
+__all__ = ["Done", "Networks", "run_rank"]
 
-Job = dict[str, Any]
-OnDone = Callable[[Job, dict[str, Any] | None, str | None], object]
-"""Given a job and its result, or why it failed."""
-
-LOOPBACK = "loopback"
-"""The network of runs whose losses are composed with other networks' step times."""
-
-SESSION_S = 7 * 86_400.0
+SESSION_S = 30 * 86_400.0
 GRACE_S = 6.0
-PROBES = 3
-"""Tries, each longer, before a link counts as one that cannot be told."""
-LOOK_EVERY_S = 0.1
+MOST_RANKS = 16
+"""That wait at the same time, on all networks but the one in use: each is a process with torch."""
+SHORTEST_S, LONGEST_S, SLOWER = 0.005, 0.25, 1.2
+"""Of a look at whether something has come; each wait is longer than the one before."""
+
+
+class Done(NamedTuple):
+    """What came of a job: one of the two.
+
+    Attributes:
+        result: plain values; None if it failed.
+        failure: why; None if it did not.
+    """
+
+    result: dict[str, Any] | None
+    failure: str | None
 
 
 # ------------------------------------------------------------------------------ on the launcher
 
 
-def run_jobs(
-    task: str,
-    ranks: int,
-    regime: str,
-    jobs: Sequence[Job],
-    timeout_s: float,
-    on_done: OnDone,
-    on_begun: Callable[[Job], None] | None = None,
-) -> None:
-    """Do jobs one after the other, on ranks of our own on one network.
+class Networks:
+    """The networks of an experiment, with ranks on those in use. A context manager.
 
     Args:
         task: as in the experiment.
         ranks: how many.
-        regime: rate of every link, or ``loopback``.
-        jobs: each with its ``kind``.
         timeout_s: a rank that is silent for longer counts as lost.
-        on_done: told of each as soon as it is done; jobs that were done are kept, whatever follows.
-        on_begun: told of each that begins.
-
-    Raises:
-        TestbedError: the network cannot be made, or the ranks could not begin.
     """
-    left = list(jobs)
-    while left:
-        done = _one_session(task, ranks, regime, left, timeout_s, on_done, on_begun)
-        left = left[done:]
+
+    def __init__(self, task: str, ranks: int, timeout_s: float) -> None:
+        self.task, self.ranks, self.timeout_s = task, ranks, timeout_s
+        self._open: dict[str, _Session] = {}  # that was used last is last
+
+    def do(self, regime: str, job: Job) -> Done:
+        """Do a job, and wait for it.
+
+        Args:
+            regime: rate of every link, or ``loopback``.
+            job: with its ``kind``.
+
+        Raises:
+            TestbedError: the network cannot be made, or its ranks could not begin.
+        """
+        session = self._open.pop(regime, None)
+        if session is None:
+            while len(self._open) and (1 + len(self._open)) * self.ranks > MOST_RANKS:
+                self._open.pop(next(iter(self._open))).close()
+            session = _Session(self.task, self.ranks, regime, self.timeout_s)
+        self._open[regime] = session
+        done = session.do(job)
+        if done.failure is not None:
+            self._open.pop(regime).close()
+        return done
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for session in self._open.values():
+            session.close()
+        self._open.clear()
 
 
-def _one_session(
-    task: str,
-    ranks: int,
-    regime: str,
-    jobs: Sequence[Job],
-    timeout_s: float,
-    on_done: OnDone,
-    on_begun: Callable[[Job], None] | None,
-) -> int:
-    """Return how many jobs are done with, a failed one among them."""
-    rate = None if regime == LOOPBACK else parse_rate(regime)
-    # Interfaces of their own count the bytes of an unshaped regime too, where they can be had.
-    inside = regime != LOOPBACK and (rate is not None or capability().shaped)
-    with (
-        tempfile.TemporaryDirectory(prefix="taciturn-") as name,
-        Testbed(ranks, rate, namespaces=inside) as testbed,
-    ):
-        folder = Path(name)
-        asked = {"task": task, "jobs": list(jobs), "timeout_s": timeout_s}
-        (folder / "jobs.json").write_text(json.dumps(asked))
-        mailbox = _Mailbox(folder, jobs, on_done, on_begun)
-        running = testbed.start(
-            [sys.executable, "-P", "-m", "taciturn.compare", name],
-            timeout_s=SESSION_S,
-            grace_s=GRACE_S,
-            output="capture",
-        )
-        try:
-            while not running.done:
-                time.sleep(LOOK_EVERY_S)
-                mailbox.look()
-            result = running.wait()
-        finally:  # Ctrl-C too: what was done is kept
-            mailbox.look()
-        if result.ok:
-            return len(jobs)
-        why = _why(folder, result)
-        if mailbox.begun is None:
-            raise TestbedError(f"the ranks could not begin: {why}")
-        on_done(jobs[mailbox.begun], None, why)
-        return mailbox.begun + 1
+class _Session:
+    """Ranks on one network, and the folder in which they find their jobs."""
+
+    def __init__(self, task: str, ranks: int, regime: str, timeout_s: float) -> None:
+        rate = None if regime == LOOPBACK else parse_rate(regime)
+        # Interfaces of their own count the bytes of an unshaped regime too, where they can be had.
+        inside = regime != LOOPBACK and (rate is not None or capability().shaped)
+        self._jobs, self._busy = 0, False
+        with ExitStack() as stack:
+            name = stack.enter_context(tempfile.TemporaryDirectory(prefix="taciturn-"))
+            self.folder = Path(name)
+            asked = {"task": task, "timeout_s": timeout_s}
+            (self.folder / "asked.json").write_text(json.dumps(asked))
+            testbed = stack.enter_context(Testbed(ranks, rate, namespaces=inside))
+            self._running = testbed.start(
+                [sys.executable, "-P", "-m", "taciturn.compare", name],
+                timeout_s=SESSION_S,
+                grace_s=GRACE_S,
+                output="capture",
+            )
+            if not self._wait_for("ready"):
+                raise TestbedError(f"the ranks could not begin: {self._why()}")
+            self._stack = stack.pop_all()
+
+    def do(self, job: Job) -> Done:
+        """Do a job; after one that failed no rank is left."""
+        number, self._jobs = self._jobs, self._jobs + 1
+        self._busy = True
+        write_whole(self.folder / f"job-{number}.json", json.dumps(job))
+        name = f"done-{number}.json"
+        came = self._wait_for(name)
+        self._busy = False
+        if not came:
+            return Done(None, self._why())
+        return Done(json.loads((self.folder / name).read_text()), None)
+
+    def _wait_for(self, name: str, within_s: float = math.inf) -> bool:
+        """Wait until a file is there; False if the ranks ended without it, or it takes too long."""
+        path, until = self.folder / name, time.monotonic() + within_s
+        for _ in _looks():
+            ended = self._running.done  # looked at first: what they wrote last is there then
+            if path.exists():
+                return True
+            if ended or time.monotonic() > until:
+                return False
+        raise AssertionError("looks never end")
+
+    def close(self) -> None:
+        """End the ranks, amid a job too, and take the network down."""
+        if not self._busy:
+            write_whole(self.folder / "end", "")
+            self._wait_for("nothing more", within_s=GRACE_S)
+        self._stack.close()
+
+    def _why(self) -> str:
+        """Return why a session failed: the first rank's own words, or how it ended."""
+        result = self._running.wait()
+        first = result.first_failure
+        if first is not None and first.returncode < 0:
+            return f"{first} after {first.seconds:.1f} s"
+        paths = sorted(self.folder.glob("failure-*.json"), key=_rank_of)
+        said = [json.loads(path.read_text()) for path in paths]
+        if said:  # one rank's own mistake explains the rest better than those who lost it
+            told = min(said, key=lambda one: one["kind"] == "PeerError")
+            return f"{told['kind']} on rank {told['rank']}: {told['text']}"
+        return str(result)
 
 
-class _Mailbox:
-    """What the ranks have written so far."""
-
-    def __init__(
-        self,
-        folder: Path,
-        jobs: Sequence[Job],
-        on_done: OnDone,
-        on_begun: Callable[[Job], None] | None,
-    ) -> None:
-        self.folder, self.jobs = folder, jobs
-        self.on_done, self.on_begun = on_done, on_begun
-        self.begun: int | None = None
-        self._read = 0
-
-    def look(self) -> None:
-        """Hand on what is new."""
-        path = self.folder / "done.jsonl"
-        text = path.read_text() if path.exists() else ""
-        lines = text[: text.rfind("\n") + 1].splitlines()
-        for line in lines[self._read :]:
-            row = json.loads(line)
-            self.on_done(self.jobs[row["number"]], row["result"], None)
-        self._read = len(lines)
-        with suppress(FileNotFoundError, ValueError):
-            begun = int((self.folder / "begun").read_text())
-            if begun != self.begun:
-                self.begun = begun
-                if self.on_begun is not None:
-                    self.on_begun(self.jobs[begun])
+def _rank_of(path: Path) -> int:
+    return int(path.stem.partition("-")[2])
 
 
-def _why(folder: Path, result: Any) -> str:
-    """Return why a session failed: the first rank's own words, or how it ended."""
-    first = result.first_failure
-    if first is not None and first.returncode < 0:
-        return f"{first} after {first.seconds:.1f} s"
-    paths = sorted(folder.glob("failure-*.json"), key=lambda p: int(p.stem.split("-")[1]))
-    said = [json.loads(path.read_text()) for path in paths]
-    if said:  # one rank's own mistake explains the rest better than those who lost it
-        told = min(said, key=lambda one: one["kind"] == "PeerError")
-        return f"{told['kind']} on rank {told['rank']}: {told['text']}"
-    return str(result)
+def _looks() -> Iterator[None]:
+    """Yield for ever, with a sleep before each but the first; ever longer ones."""
+    sleep_s = SHORTEST_S
+    while True:
+        yield
+        time.sleep(sleep_s)
+        sleep_s = min(LONGEST_S, SLOWER * sleep_s)
 
 
 # ------------------------------------------------------------------------------------ on a rank
 
 
 def run_rank(folder: Path) -> int:
-    """Be a rank that :func:`run_jobs` has started: the exit status."""
+    """Be a rank that :class:`Networks` has started: the exit status."""
     rank = int(os.environ["RANK"])
     try:
-        asked = json.loads((folder / "jobs.json").read_text())
+        asked = json.loads((folder / "asked.json").read_text())
         torch.set_num_threads(1)
         dist.init_process_group("gloo", timeout=timedelta(seconds=asked["timeout_s"]))
         task = load_task(asked["task"])
         check_task(task, 0)
-        for number, job in enumerate(asked["jobs"]):
+        if rank == 0:
+            write_whole(folder / "ready", "")
+        for number, job in enumerate(_jobs(folder)):
+            result = do_job(task, job, asked["timeout_s"])
             if rank == 0:
-                write_whole(folder / "begun", str(number))
-            result = _do(task, job, asked["timeout_s"])
-            if rank == 0:
-                line = json.dumps({"number": number, "result": result}, allow_nan=False)
-                with (folder / "done.jsonl").open("a") as file:
-                    file.write(line + "\n")
-        dist.barrier()
+                text = json.dumps(result, allow_nan=False)
+                write_whole(folder / f"done-{number}.json", text)
         dist.destroy_process_group()
     except Exception as error:
         failure = {"kind": type(error).__name__, "rank": rank, "text": str(error)}
@@ -200,52 +211,13 @@ def run_rank(folder: Path) -> int:
     return 0
 
 
-def _do(task: Task, job: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-    match job["kind"]:
-        case "trial" | "target" | "run":
-            return train(
-                task,
-                TrainJob(
-                    method=job["method"],
-                    seed=job["seed"],
-                    learning_rate=job["learning_rate"],
-                    steps=job["steps"],
-                    evaluate_at=tuple(job["evaluate_at"]),
-                    timeout_s=timeout_s,
-                ),
-            )
-        case "time":
-            return time_steps(
-                task,
-                TimeJob(
-                    method=job["method"],
-                    seconds=job["seconds"],
-                    seed=job["seed"],
-                    timeout_s=timeout_s,
-                ),
-            )
-        case "probe":
-            return _probe(job, timeout_s)
-        case kind:
-            raise AssertionError(f"a job of kind {kind!r}")
-
-
-def _probe(job: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-    transport = DistributedTransport(timeout_s=timeout_s)
-    try:
-        ranks = Ranks(transport, torch.device("cpu"))
-        for number in range(1, PROBES + 1):
-            asked = ProbeJob(
-                seconds=number * job["seconds"],
-                methods=tuple(job["methods"]),
-                timeout_s=timeout_s,
-                rate_bits_per_s=parse_rate(job["regime"]),
-            )
-            try:
-                return {"link": probe_link(ranks, asked).to_json(), "tries": number}
-            except InputError:  # disturbed by something else: no link can be told, on any rank
-                if number == PROBES:
-                    raise
-        raise AssertionError("the last try returns or raises")
-    finally:
-        transport.close()
+def _jobs(folder: Path) -> Iterator[Job]:
+    """Yield one job after the other, as they come, until the end."""
+    for number in itertools.count():
+        path = folder / f"job-{number}.json"
+        for _ in _looks():  # each rank looks for itself: to wait for another is to time out
+            if path.exists():
+                break
+            if (folder / "end").exists():
+                return
+        yield json.loads(path.read_text())

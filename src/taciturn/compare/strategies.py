@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
 
 __all__ = [
+    "AveragesGradients",
     "Costs",
     "LossOf",
     "Share",
@@ -37,6 +38,9 @@ __all__ = [
     "Strategy",
     "strategy_for",
 ]
+
+BUCKET_BYTES = 25 * 2**20
+"""DDP's own, of methods that say nothing of it."""
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -150,7 +154,7 @@ class Strategy(ABC):
         """End what is under way, after an error without waiting for others."""
 
 
-class _DataParallel(Strategy):
+class AveragesGradients(Strategy):
     """Gradients averaged in every step, by DDP and whatever hook it has."""
 
     def __init__(
@@ -162,6 +166,7 @@ class _DataParallel(Strategy):
         )
 
     def take(self, share: Share) -> None:
+        """As :meth:`Strategy.take`."""
         self.optimizer.zero_grad()
         total, tokens = share.loss_of(self.model)
         # DDP divides the sum over ranks by their number.
@@ -172,10 +177,11 @@ class _DataParallel(Strategy):
         self.count()
 
     def count(self) -> None:
+        """Note what the step cost."""
         self.costs.sent_bytes = None
 
 
-class StockDDP(_DataParallel):
+class StockDDP(AveragesGradients):
     """DistributedDataParallel with torch's own exchange, or its own 16-bit hook."""
 
     def __init__(
@@ -196,7 +202,7 @@ class StockDDP(_DataParallel):
             self.model.register_comm_hook(None, hook)
 
 
-class _Hooked(_DataParallel):
+class _Hooked(AveragesGradients):
     """DistributedDataParallel with a method attached."""
 
     def __init__(
@@ -207,7 +213,7 @@ class _Hooked(_DataParallel):
         method: Comparable,
         timeout_s: float,
     ) -> None:
-        super().__init__(task, model, learning_rate, 25 * 2**20)
+        super().__init__(task, model, learning_rate, BUCKET_BYTES)
         self.comm = ddp.attach(self.model, method.text, timeout_s=timeout_s)
 
     def count(self) -> None:

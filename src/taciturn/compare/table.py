@@ -13,11 +13,11 @@ from taciturn.compare.outcome import Outcome, Regime
 from taciturn.compare.verdict import NOT_SHOWN, Row
 from taciturn.units import format_seconds
 
-__all__ = ["render", "sentence"]
+__all__ = ["heading", "render", "sentence", "shown_name"]
 
 
-def _name(method: str, stands_for: str | None) -> str:
-    """Return what was run; of ``auto`` what it stands for in parentheses."""
+def shown_name(method: str, stands_for: str | None) -> str:
+    """What was run; of ``auto`` what it stands for in parentheses."""
     if stands_for is None:
         return method
     return f"{method} ({stands_for})" if method.partition(":")[0] == AUTO else stands_for
@@ -25,8 +25,8 @@ def _name(method: str, stands_for: str | None) -> str:
 
 def sentence(row: Row, stands_for: Mapping[str, str]) -> str:
     """The verdict in words."""
-    name = _name(row.method, stands_for.get(row.method))
-    baseline = _name(row.baseline, stands_for.get(row.baseline))
+    name = shown_name(row.method, stands_for.get(row.method))
+    baseline = shown_name(row.baseline, stands_for.get(row.baseline))
     if row.verdict == NOT_SHOWN:
         return f"at {row.regime} {name}: not shown. {row.why}"
     assert row.time_ratio is not None
@@ -56,13 +56,19 @@ def _parts(outcome: Outcome) -> Iterator[RenderableType]:
             yield Text(sentence(row, regime.stands_for))
             for text in (*row.broken[1:], *row.notes):
                 yield Text(f"  {text}")
+        for text in regime.notes:
+            yield Text(text)
+
+
+def heading(regime: Regime) -> str:
+    """The regime's name, what the probes found there, and how far it moved."""
+    rate = "" if regime.rate is None else f", {regime.rate.bits_per_s / 1e6:.0f} Mbit/s"
+    drift = "" if regime.drift is None else f", drift {regime.drift:+.1%}"
+    return f"{regime.name}{rate}{drift}"
 
 
 def _table(regime: Regime) -> Table:
-    rate = "" if regime.rate_bits_per_s is None else f", {regime.rate_bits_per_s / 1e6:.0f} Mbit/s"
-    drift = "" if regime.drift is None else f", drift {regime.drift:+.1%}"
-    title = f"{regime.name}{rate}{drift}"
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table = Table(title=heading(regime), title_justify="left", box=None, pad_edge=False)
     table.add_column("method", overflow="fold", min_width=22)
     for name in ("step", "exposed", "time ratio", "95 %", "reached", "final"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -72,7 +78,7 @@ def _table(regime: Regime) -> Table:
         times = ["-", "-"] if share is None else [share.step_s, share.exposed_s]
         cells = [format_seconds(t) if isinstance(t, float) else t for t in times]
         table.add_row(
-            _name(name, regime.stands_for.get(name)), *cells, *_verdict_cells(rows.get(name))
+            shown_name(name, regime.stands_for.get(name)), *cells, *_verdict_cells(rows.get(name))
         )
     return table
 

@@ -8,6 +8,7 @@ code of the harness between two steps is on it, for all methods alike: it is a f
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import statistics
 import time
@@ -33,6 +34,7 @@ __all__ = [
     "check_task",
     "judge",
     "rate_factor",
+    "shares_of",
     "time_steps",
     "train",
 ]
@@ -112,7 +114,7 @@ def train(task: Task, job: TrainJob) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with strategy:
         clock = _Clock()
-        learning = strategy.learn(_shares(task, job.seed, job.steps, seen))
+        learning = strategy.learn(shares_of(task, job.seed, job.steps, seen))
         for step in range(1, job.steps + 1):
             strategy.set_rate(rate_factor(step - 1, job.steps))
             next(learning)
@@ -128,6 +130,8 @@ def train(task: Task, job: TrainJob) -> dict[str, Any]:
                 point: dict[str, Any] = {"step": step, "examples": step * task.global_batch}
                 point |= {"seconds": clock.seconds, "interface_bytes": clock.interface_bytes}
                 point |= {"sent_bytes": strategy.costs.sent_bytes}
+                point |= {"residual_norm": _finite(strategy.costs.residual_norm)}
+                point |= {"gradient_norm": _finite(strategy.gradient_norm)}
                 points.append(point | {"value": _finite(judge(task, strategy.net))})
         for _ in learning:  # a window may have to end
             pass
@@ -147,11 +151,20 @@ def train(task: Task, job: TrainJob) -> dict[str, Any]:
     }
 
 
-def _shares(task: Task, seed: int, steps: int, seen: ExampleHash | None) -> Iterator[Share]:
-    """Yield this rank's part of each global batch."""
+def shares_of(
+    task: Task, seed: int, steps: int | None = None, seen: ExampleHash | None = None
+) -> Iterator[Share]:
+    """This rank's part of each global batch.
+
+    Args:
+        task: whose examples.
+        seed: of their order.
+        steps: how many batches; endlessly many if None.
+        seen: notes the examples whose loss is taken.
+    """
     ranks, rank = dist.get_world_size(), dist.get_rank()
     part = task.global_batch // ranks
-    for step in range(steps):
+    for step in itertools.count() if steps is None else range(steps):
         ids = ids_of_step(seed, step, task.examples, task.global_batch)
         mine = ids[rank * part : (rank + 1) * part]
         batch = task.batch("train", mine)
@@ -305,15 +318,14 @@ def time_steps(task: Task, job: TimeJob) -> dict[str, Any]:
     alone = job.method == COMPUTE
     method = comparable("ddp" if alone else job.method)
     strategy = strategy_for(method.text, task, job.seed, 1e-4, job.timeout_s)
-    most = 1_000_000
-    learning = strategy.learn(_shares(task, job.seed, most, None))
+    learning = strategy.learn(shares_of(task, job.seed))
     with strategy, _no_exchange(strategy, alone):
         strategy.set_rate(1.0)
         first_s = _run(learning, WARMUPS * method.period)
         per_period = first_s / WARMUPS
         if not alone:  # the first period has what happens once; guess by the second
             per_period = min(per_period, _run(learning, method.period))
-        periods = max(1, min(most, round(job.seconds / max(per_period, 1e-4))))
+        periods = max(1, round(job.seconds / max(per_period, 1e-4)))
         steps = int(_sum(periods) / dist.get_world_size()) * method.period
         before = strategy.costs.as_dict()
         bytes_before = _interface_bytes()

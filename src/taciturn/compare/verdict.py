@@ -54,12 +54,16 @@ class Point:
         seconds: on the clock so far.
         value: what is to become small; None if it was not finite.
         sent_bytes: by a rank so far; None if unknown.
+        residual_norm: of what error feedback holds back; 0 without.
+        gradient_norm: before it was clipped, of the last step.
     """
 
     examples: int
     seconds: float
     value: float | None
     sent_bytes: float | None = None
+    residual_norm: float | None = None
+    gradient_norm: float | None = None
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,8 @@ class Run:
         nonfinite_steps: whose gradient was not finite.
         replica_spread: of the replicas at the end, relative to their norm; None if unknown.
         residual_growth: greatest residual over greatest gradient; 0 without error feedback.
+        single_replica: mean over ranks of the value of each replica by itself at the end.
+        averaged: value of the mean of the weights of the last steps, over ranks too.
     """
 
     method: str
@@ -93,6 +99,8 @@ class Run:
     nonfinite_steps: int = 0
     replica_spread: float | None = None
     residual_growth: float = 0.0
+    single_replica: float | None = None
+    averaged: float | None = None
 
     @property
     def final(self) -> float:
@@ -151,6 +159,8 @@ class Row:
         examples_ratio: examples to the target over the baseline's, geometric mean; None likewise.
         final_quality_ratio: final value over the baseline's, geometric mean; above 1 is worse.
         final_quality_high: end of its one-sided 95 % interval.
+        single_replica_ratio: the same of single replicas, against the baseline's model.
+        averaged_ratio: the same of averaged weights, against the baseline's averaged ones.
         good_enough: the quality guard holds: that end is within the margin.
         runs_needed: pairs that would show a ratio like this one; None if that cannot be told.
         broken: rules that are broken, with what is wrong; such a row shows nothing.
@@ -173,6 +183,8 @@ class Row:
     examples_ratio: float | None
     final_quality_ratio: float | None
     final_quality_high: float | None
+    single_replica_ratio: float | None
+    averaged_ratio: float | None
     good_enough: bool
     runs_needed: int | None
     broken: tuple[str, ...]
@@ -256,6 +268,8 @@ def _row(
         examples_ratio=None if examples is None else _known(examples.ratio),
         final_quality_ratio=_known(quality.ratio),
         final_quality_high=_known(quality.high),
+        single_replica_ratio=_mean_ratio([(r.single_replica, b.final) for r, b in pairs]),
+        averaged_ratio=_mean_ratio([(r.averaged, b.averaged) for r, b in pairs]),
         good_enough=good,
         runs_needed=runs_needed(ratios, LEAST_RUNS),
         broken=tuple(wrong),
@@ -272,6 +286,16 @@ def _quality_ratio(run: Run, baseline: Run) -> float:
     if baseline.final <= 0:
         return 1.0 if run.final <= 0 else math.inf
     return max(LEAST_QUALITY_RATIO, run.final / baseline.final)
+
+
+def _mean_ratio(pairs: Sequence[tuple[float | None, float | None]]) -> float | None:
+    """Return the geometric mean of ratios; None if one of them cannot be told."""
+    ratios = []
+    for value, base in pairs:
+        if value is None or base is None or not 0 < base < math.inf:
+            return None
+        ratios.append(max(LEAST_QUALITY_RATIO, value / base))
+    return _known(RatioInterval.of(ratios).ratio) if ratios else None
 
 
 def _known(value: float) -> float | None:

@@ -48,6 +48,7 @@ CAST_PASSES = 2
 """Passes over a buffer that narrowing and widening takes, where the cast was not measured."""
 FEEDBACK_PASSES = 6
 """Passes that error feedback takes: two norms, adding the old residual, three of the new one."""
+_BIASED = ("powersgd", "topk")
 
 
 @dataclass(frozen=True)
@@ -106,17 +107,13 @@ class Pricer:
         return link_seconds(gathering(8, self.ranks), self.link)
 
     def _price(self, method: Method, buffer: Buffer) -> ExchangeSeconds:
-        feedback = method.name in ("powersgd", "topk") or method.options.get("feedback") is True
-        if method.options.get("feedback") is False:
-            feedback = False
+        # Of biased methods it is in what was measured.
+        more = method.options.get("feedback") is True and method.name not in _BIASED
         speed = self._speeds.get(key_of(method.text))
         made = self._backends(method, speed, buffer) if is_backends(method) else None
         if made is None:
             made = self._scheduled(method, speed, buffer)
-        if not feedback:
-            return made
-        more_s = FEEDBACK_PASSES * self._pass_s(buffer)
-        return _plus(made, more_s)
+        return _plus(made, FEEDBACK_PASSES * self._pass_s(buffer)) if more else made
 
     def _pass_s(self, buffer: Buffer) -> float:
         return self.link.gamma_s_per_byte.value * ELEMENT_BYTES * buffer.numel

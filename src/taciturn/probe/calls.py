@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -232,7 +231,7 @@ class Caller:
     def _method(self, step: Step) -> Sample:
         key = step.what, step.size
         if key not in self.aggregators:
-            self.aggregators[key] = without_feedback(step.what), gradient_group(step.size)
+            self.aggregators[key] = methods.aggregator(step.what), gradient_group(step.size)
         aggregator, group = self.aggregators[key]
         work = self.out[: step.size * ITEM_BYTES].view(torch.float32)
         work.copy_(self.gradients[: step.size])
@@ -240,16 +239,10 @@ class Caller:
         before = self.transport.ledger.snapshot()
         start = time.monotonic()
         aggregator.aggregate(work, group, self.transport)
+        aggregator.finish_step(keep=True)
         self.ranks.synchronize()
         end = time.monotonic()
         counts = self.transport.ledger.snapshot() - before
-        aggregator.finish_step(keep=True)
         return Sample(
             start, end, counts.codec_s, counts.waiting_s, counts.rounds, counts.sent_bytes
         )
-
-
-def without_feedback(text: str) -> Aggregator:
-    """The aggregator that a method names, without error feedback: that has no link."""
-    method = methods.parse(text)
-    return methods.aggregator(replace(method, options={**method.options, "feedback": False}))

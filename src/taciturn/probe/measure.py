@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from taciturn import methods
 from taciturn.collectives.base import Cost
 from taciturn.errors import InputError, TaciturnError
 from taciturn.link import Link
-from taciturn.probe.calls import Caller, Sample, gradient_group, without_feedback
+from taciturn.probe.calls import Caller, Sample, gradient_group
 from taciturn.probe.steps import (
     METHOD_ELEMS,
     SHARE_OF_A_SWEEP,
@@ -139,7 +140,7 @@ def _costs(method_texts: Sequence[str], ranks: int) -> dict[str, dict[int, Cost 
     """What a call of each method costs the busiest rank, by elements."""
     costs: dict[str, dict[int, Cost | None]] = {}
     for text in method_texts:
-        aggregator = without_feedback(text)
+        aggregator = methods.aggregator(text)
         costs[text] = {}
         for elems in METHOD_ELEMS:
             group = gradient_group(elems)

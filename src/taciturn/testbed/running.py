@@ -145,7 +145,10 @@ class Running:
                     if key.data is not None:
                         self._pump(selector, key.data)
                         continue
-                    data = self._control.recv(65536)
+                    try:
+                        data = self._control.recv(65536)
+                    except ConnectionResetError:
+                        data = b""
                     if not data:
                         raise TestbedError(f"the testbed's owner ended: {self._why()}")
                     *lines, pending = (pending + data).split(b"\n")

@@ -33,6 +33,8 @@ __all__ = ["EXITED_KEY", "Supervisor", "hold_store", "main"]
 
 EXITED_KEY = "taciturn/exited/{rank}"
 """In the store: the exit status of each rank that ended with an error, or minus its signal."""
+LONGEST_WAIT_S = 3600.0
+"""At a time: the system counts milliseconds, and no more than 25 days of them."""
 _HOLD_STORE = "from taciturn.testbed.supervisor import hold_store; hold_store()"
 
 
@@ -288,7 +290,9 @@ class Supervisor:
             run.deadline = min(run.deadline, time.monotonic() + run.grace_s)
 
     def _patience(self) -> float | None:
-        return None if self.run is None else max(0.0, self.run.deadline - time.monotonic())
+        if self.run is None:
+            return None
+        return min(LONGEST_WAIT_S, max(0.0, self.run.deadline - time.monotonic()))
 
     def _advance(self) -> None:
         """Move the run on when its time is over or its ranks have all ended."""
