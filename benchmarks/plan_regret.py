@@ -55,7 +55,9 @@ STOCK = {"DDP, fp32": "ddp fp32", "DDP, bf16 hook": "ddp bf16 hook"}
 PROBE_S, QUICK_PROBE_S = 60.0, 25.0
 PROBES = 3
 """Tries, each longer, before a link counts as one that cannot be told."""
-PASSES, AGAIN = 2, 3
+PASSES = 2
+AGAIN, MOST_AGAIN, AGAIN_S = 3, 9, 45.0
+"""Passes of the second time: more where steps are short, which scatter most, for about so long."""
 WARMUPS, LEAST, MOST, PASS_S = 2, 2, 8, 2.5
 """Steps of a pass: to warm up, then at least and at most so many, for about so many seconds."""
 UNSEEN_BYTES = (4 << 10, 64 << 20)
@@ -298,7 +300,12 @@ def run_cell(work: Work, cell: tuple[int, str, str], probe_s: float) -> None:
         names = [n for n in measured_names(quality) if n in first["methods"]]
         again |= set(sorted(names, key=lambda name: step_s(first, name))[:3])
         again.add(plan_of(link_row, first, quality).recommendation.name)
-    measured(work, "again", cell, sorted(again & set(measured_names())), AGAIN)
+    names = sorted(again & set(measured_names()))
+    one_pass_s = sum(
+        WARMUPS * step_s(first, n) + max(PASS_S, LEAST * step_s(first, n)) for n in names
+    )
+    passes = max(AGAIN, min(MOST_AGAIN, int(AGAIN_S / one_pass_s)))
+    measured(work, "again", cell, names, passes)
 
 
 # ------------------------------------------------------------------------------- the result

@@ -13,6 +13,7 @@ from taciturn.compare.jobs import trial_jobs
 from taciturn.compare.run import QUICK
 from taciturn.errors import TaciturnError
 
+ROOT = Path(__file__).resolve().parent.parent
 GOOD = """\
 task = "digits"
 regimes = ["100mbit", "unshaped"]
@@ -101,3 +102,17 @@ def test_seeds_never_meet() -> None:
     """Rule 6: seeds that tuned or fixed the target are not reported."""
     tuning = {job["seed"] for c in QUICK.contenders for job in trial_jobs(QUICK, c)}
     assert not tuning & set(Experiment("digits", QUICK.methods, ("1gbit",), seeds=100).run_seeds())
+
+
+@pytest.mark.parametrize("which", ["quick", "file", "headline"])
+def test_a_written_experiment_is_read_as_it_was(tmp_path: Path, which: str) -> None:
+    """The file that a folder keeps says all, and nothing else."""
+    headline = ROOT / "benchmarks" / "headline" / "experiment.toml"
+    if which == "headline" and not headline.exists():
+        pytest.skip("the benchmarks are not part of this source distribution")
+    made = {
+        "quick": lambda: QUICK,
+        "file": lambda: read(tmp_path, GOOD),
+        "headline": lambda: read_experiment(headline),
+    }[which]()
+    assert read(tmp_path, made.to_toml()) == made

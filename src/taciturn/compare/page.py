@@ -15,6 +15,7 @@ from taciturn.compare.rules import rules_kept
 from taciturn.compare.table import heading, sentence, shown_name
 from taciturn.compare.verdict import NOT_SHOWN, Point, Row, Run, crossing
 from taciturn.pages import MARGIN, Figure, figure, render_page, ticks
+from taciturn.plan.choice import rate_text
 
 __all__ = ["html"]
 
@@ -141,7 +142,10 @@ def _regime(regime: Regime) -> dict[str, Any]:
     return {
         "heading": f"At {heading(regime)}",
         "findings": findings,
-        "warnings": [*(f"Broken: {text}" for text in regime.broken), *regime.notes],
+        "warnings": [
+            *(f"Broken: {text}." for text in regime.broken),
+            *(f"{text[:1].upper()}{text[1:]}." for text in regime.notes),
+        ],
     }
 
 
@@ -149,16 +153,14 @@ def _crossovers(outcome: Outcome) -> Iterator[str]:
     rows = [row for regime in outcome.regimes for row in regime.rows]
     rates = {r.name: r.rate.bits_per_s for r in outcome.regimes if r.rate is not None}
     for one in crossovers(rows, rates):
-        low = "below the slowest network" if one.low is None else _mbit(one.low)
-        high = "beyond the fastest network" if one.high is None else _mbit(one.high)
+        if one.low is None and one.high is None:
+            continue  # nothing is known of where it is
+        low = "below the slowest network" if one.low is None else rate_text(one.low)
+        high = "beyond the fastest network" if one.high is None else rate_text(one.high)
         yield (
-            f"{one.method} takes as long as the best baseline at about {_mbit(one.bits_per_s)} "
+            f"{one.method} takes as long as the best baseline at about {rate_text(one.bits_per_s)} "
             f"(95 %: {low} to {high}), interpolated between the networks that were measured."
         )
-
-
-def _mbit(bits_per_s: float) -> str:
-    return f"{bits_per_s / 1e6:.3g} Mbit/s"
 
 
 # --------------------------------------------------------------------------------------- figures
@@ -178,7 +180,9 @@ def _ratios(regime: Regime, styles: Mapping[str, _Style]) -> Figure:
         style = styles[row.method]
         name = shown_name(row.method, regime.stands_for.get(row.method))
         low, high = row.time_ratio_low, row.time_ratio_high
-        told = "missed the target" if row.time_ratio is None else f"{row.time_ratio:.2f}"
+        told = f"reached {row.reached} of {row.runs}"
+        if row.time_ratio is not None:
+            told = f"{row.time_ratio:.2f}"
         told += f", {row.verdict}"
         labels.append(_label(place, f"{name} \u00b7 {told}"))
         predicted = _predicted_ratio(regime, row)
@@ -241,10 +245,10 @@ def _ratios(regime: Regime, styles: Mapping[str, _Style]) -> Figure:
 
 def _label(place: int, text: str) -> Figure:
     """A text above a bar or a mark, in two lines if it is too long for a narrow screen."""
-    commas = [at for at, letter in enumerate(text) if letter == ","]
-    if len(text) > _LINE and commas:
-        middle = min(commas, key=lambda at: abs(at - len(text) / 2)) + 1
-        text = f"{text[:middle]}<br>{text[middle:]}"
+    places = [at + 1 for at, letter in enumerate(text) if letter in ",\u00b7"]
+    if len(text) > _LINE and places:
+        middle = min(places, key=lambda at: abs(at - len(text) / 2))
+        text = f"{text[:middle].rstrip()}<br>{text[middle:].lstrip()}"
     return {
         "x": 0,
         "xref": "paper",
@@ -567,7 +571,15 @@ def _interval(low: float | None, high: float | None) -> str:
 
 def _verdicts(outcome: Outcome) -> _Table:
     head = ["network", "method", "run as", "verdict", "time ratio", "95 %", "P(faster)", "reached"]
-    head += ["baseline reached", "looser target", "stricter target", "examples", "final", "at most"]
+    head += [
+        "baseline reached",
+        "baseline",
+        "looser target",
+        "stricter target",
+        "examples",
+        "final",
+        "at most",
+    ]
     head += ["foretold"]
     rows = []
     for regime in outcome.regimes:
@@ -583,7 +595,8 @@ def _verdicts(outcome: Outcome) -> _Table:
                     _interval(row.time_ratio_low, row.time_ratio_high),
                     _number(row.p_faster, 2),
                     f"{row.reached} of {row.runs}",
-                    f"{row.baseline_reached} ({row.baseline})",
+                    str(row.baseline_reached),
+                    regime.stands_for.get(row.baseline, row.baseline),
                     _number(looser.time_ratio),
                     _number(stricter.time_ratio),
                     _number(row.examples_ratio),
@@ -614,8 +627,7 @@ def _steps(outcome: Outcome) -> _Table:
             seconds_text(share.step_s),
             seconds_text(share.compute_s),
             seconds_text(share.exposed_s),
-            seconds_text(share.codec_s),
-            seconds_text(share.waiting_s),
+            *_told(share),
             mib_text(share.sent_bytes),
             mib_text(share.state_bytes),
             seconds_text(share.predicted_s),
@@ -624,6 +636,13 @@ def _steps(outcome: Outcome) -> _Table:
         for name, share in regime.shares.items()
     ]
     return _Table("Steps", head, rows, 2, note="Means over seeds, of the slowest rank.")
+
+
+def _told(share: Share) -> tuple[str, str]:
+    """Seconds in coding and waiting; of the backend's own exchange nothing is told."""
+    if not share.codec_s and not share.waiting_s:
+        return "-", "-"
+    return seconds_text(share.codec_s), seconds_text(share.waiting_s)
 
 
 def _replicas(outcome: Outcome) -> _Table:

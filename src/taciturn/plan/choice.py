@@ -195,6 +195,24 @@ def _notes(link: Link, ranks: int, compute: Compute) -> tuple[str, ...]:
     return tuple(notes)
 
 
+def _half(predictor: Predictor, error: float, scale: float) -> float:
+    """Return by how much a step may be off."""
+    low, high = (
+        predictor.step_s(scale, max(0.0, 1 + sign * error), MOST_PIECES) for sign in (-1, 1)
+    )
+    return (high - low) / 2
+
+
+def _doubt(one: Predictor, other: Predictor, scale: float = 1.0) -> float:
+    """Return by how much the difference of two steps may be off.
+
+    What all methods share moves both to the same side.
+    """
+    shared = _half(one, one.shared_error, scale) - _half(other, other.shared_error, scale)
+    own = (_half(p, p.own_error, scale) for p in (one, other))
+    return math.hypot(*own, shared)
+
+
 class _Chooser:
     """What is recommended on the link, and on faster and slower ones."""
 
@@ -216,20 +234,16 @@ class _Chooser:
         With its gain over the better baseline, and by how much that may be off.
         """
 
-        def interval(p: Predictor) -> tuple[float, float]:
-            low, value, high = (
-                p.step_s(scale, max(0.0, 1 + sign * p.error), MOST_PIECES) for sign in (-1, 0, 1)
-            )
-            return value, (high - low) / 2
+        def seconds(p: Predictor) -> float:
+            return p.step_s(scale, 1.0, MOST_PIECES)
 
-        base = min(self.baselines, key=lambda p: p.step_s(scale, 1.0, MOST_PIECES))
-        base_s, base_half = interval(base)
-        best, gain, doubt = base.candidate, 0.0, base_half
+        base = min(self.baselines, key=seconds)
+        base_s = seconds(base)
+        best, gain, doubt = base.candidate, 0.0, _half(base, base.error, scale)
         for method in self.methods:
-            method_s, half = interval(method)
-            uncertainty = math.hypot(half, base_half)
-            if base_s - method_s > max(gain, uncertainty):
-                best, gain, doubt = method.candidate, base_s - method_s, uncertainty
+            faster_by_s, uncertainty = base_s - seconds(method), _doubt(method, base, scale)
+            if faster_by_s > max(gain, uncertainty):
+                best, gain, doubt = method.candidate, faster_by_s, uncertainty
         return best, gain, doubt
 
     def crossovers(self) -> tuple[Crossover, ...]:
@@ -242,19 +256,20 @@ class _Chooser:
             while 0 <= here + step < len(SCALES):
                 there = here + step
                 if names[there] != names[here]:
-                    fast, slow = min(here, there), max(here, there)
-                    found.append(self._between(SCALES[fast], SCALES[slow], names[fast]))
+                    found.append(self._between(SCALES[here], SCALES[there], names[here]))
                     break
                 here = there
         return tuple(found)
 
-    def _between(self, fast: float, slow: float, name: str) -> Crossover:
+    def _between(self, here: float, there: float, name: str) -> Crossover:
+        """Return where ``name``, recommended at one scale, ends to be on the way to another."""
         for _ in range(HALVINGS):
-            between = math.sqrt(fast * slow)
+            between = math.sqrt(here * there)
             if self.best(between)[0].name == name:
-                fast = between
+                here = between
             else:
-                slow = between
+                there = between
+        fast, slow = sorted((here, there))
         scale = math.sqrt(fast * slow)
         return Crossover(self.rate / scale, self.best(slow)[0].name, self.best(fast)[0].name)
 
@@ -280,8 +295,8 @@ class _Chooser:
 
     def _stays(self, base: Prediction, rows: Sequence[Prediction]) -> str:
         """Say why nothing but DDP's own is recommended."""
-        names = {p.candidate.name for p in self.methods}
-        nearest = min((row for row in rows if row.name in names), key=_step, default=None)
+        methods = {p.candidate.name: p for p in self.methods}
+        nearest = min((row for row in rows if row.name in methods), key=_step, default=None)
         said = f"{_plain(base.name)}: {format_seconds(base.step_s.value)} a step"
         if nearest is None:
             return f"{said}; no method of quality {self.quality} was measured on this link"
@@ -289,7 +304,8 @@ class _Chooser:
         if difference <= 0:
             slower = format_seconds(-difference)
             return f"{said}, and the nearest method, {nearest.name}, would be {slower} slower"
-        doubt = format_seconds(math.hypot(base.half_s, nearest.half_s))
+        (baseline,) = (p for p in self.baselines if p.candidate.name == base.name)
+        doubt = format_seconds(_doubt(methods[nearest.name], baseline))
         return (
             f"{said}; the nearest method, {nearest.name}, would gain {format_seconds(difference)}, "
             f"which is within the uncertainty of {doubt}"

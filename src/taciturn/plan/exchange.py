@@ -59,7 +59,10 @@ class ExchangeSeconds:
         link: of rounds and of bytes.
         rest_s: beyond them: coding, copies, cores that are shared.
         codec_s: of which coding, by the ledger of the ranks that measured it.
-        error: relative, of the sum; about what two thirds of predictions err by at most.
+        own_error: relative, of the sum, of this method alone; about what two thirds of predictions
+            err by at most.
+        shared_error: the same of what is the same for all methods: a link that moved since, and
+            other ranks than were probed.
         sent_bytes: by each rank; None where the backend's own all_reduce does not say.
         workspace_bytes: beside the buffer, while it runs.
         notes: why it is extrapolated, or not known; empty if it was measured.
@@ -69,11 +72,17 @@ class ExchangeSeconds:
     link: LinkSeconds
     rest_s: float
     codec_s: float
-    error: float
+    own_error: float
+    shared_error: float
     sent_bytes: int | None
     workspace_bytes: int
     notes: tuple[str, ...] = ()
     known: bool = True
+
+    @property
+    def error(self) -> float:
+        """Both errors together."""
+        return math.hypot(self.own_error, self.shared_error)
 
     def total_s(self, transfer_scale: float = 1.0) -> float:
         """Seconds in all, were each byte ``transfer_scale`` times as slow."""
@@ -136,7 +145,7 @@ class Pricer:
         rest_s = codec_s = 0.0
         error = fit.leave_one_out_error
         narrow = item_bytes != ELEMENT_BYTES
-        if narrow and speed is not None:
+        if speed is not None:
             rests = [
                 max(0.0, seconds - self._curve_s(fit, item_bytes * n))
                 for n, seconds in zip(speed.elems, speed.seconds, strict=True)
@@ -150,7 +159,8 @@ class Pricer:
             link=link,
             rest_s=rest_s,
             codec_s=codec_s,
-            error=self._error(error, notes),
+            own_error=self._own_error(error, notes),
+            shared_error=self._shared_error,
             sent_bytes=None,
             workspace_bytes=item_bytes * buffer.numel if narrow else 0,
             notes=notes,
@@ -193,7 +203,8 @@ class Pricer:
                 link=link,
                 rest_s=self._pass_s(buffer),
                 codec_s=self._pass_s(buffer),
-                error=self._error(UNMEASURED_ERROR, notes),
+                own_error=self._own_error(UNMEASURED_ERROR, notes),
+                shared_error=self._shared_error,
                 sent_bytes=sent,
                 workspace_bytes=workspace,
                 notes=(*notes, "its coding was not measured on this link"),
@@ -218,7 +229,8 @@ class Pricer:
             link=link,
             rest_s=rest_s,
             codec_s=codec_s,
-            error=self._error(error, notes),
+            own_error=self._own_error(error, notes),
+            shared_error=self._shared_error,
             sent_bytes=sent,
             workspace_bytes=workspace,
             notes=notes,
@@ -260,7 +272,9 @@ class Pricer:
     def _unmeasured(self, method: Method) -> ExchangeSeconds:
         nothing = LinkSeconds(0.0, 0.0)
         note = f"what the backend takes for the factors of {method.text} was not measured"
-        return ExchangeSeconds(nothing, 0.0, 0.0, UNMEASURED_ERROR, None, 0, (note,), known=False)
+        return ExchangeSeconds(
+            nothing, 0.0, 0.0, UNMEASURED_ERROR, 0.0, None, 0, (note,), known=False
+        )
 
     # -- trust
 
@@ -269,11 +283,15 @@ class Pricer:
             return ()
         return (f"{self.ranks} ranks, measured with {self.link.ranks}",)
 
-    def _error(self, fitted: float, notes: tuple[str, ...]) -> float:
-        more = CARRIED_ON_ERROR if notes else 0.0
+    def _own_error(self, fitted: float, notes: tuple[str, ...]) -> float:
+        more = CARRIED_ON_ERROR if set(notes) - set(self._ranks_note()) else 0.0
+        return math.hypot(LEAST_ERROR, min(fitted, UNMEASURED_ERROR), more)
+
+    @property
+    def _shared_error(self) -> float:
+        more = CARRIED_ON_ERROR if self._ranks_note() else 0.0
         # Medians are over both sweeps: half as far from either as these are from each other.
-        drift = self.link.drift / 2
-        return math.hypot(LEAST_ERROR, min(fitted, UNMEASURED_ERROR), drift, more)
+        return math.hypot(self.link.drift / 2, more)
 
 
 def _plus(made: ExchangeSeconds, more_s: float) -> ExchangeSeconds:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +21,11 @@ __all__ = ["Prediction", "Predictor", "unpriced"]
 STOCK_PASSES, IN_PLACE_PASSES, HOOK_PASSES = 2, 3, 4
 """Passes over all gradients beside the exchange: DDP copies them into its buckets and back; our
 hook looks whether all are finite; and where its groups are not DDP's buckets, it copies as well."""
+
+STOCK_S, HOOK_S = 0.001, 0.004
+"""Processor seconds of DDP's own code and of our hook's in a step, beside passes over gradients and
+what the probe measures: what the steps of ``benchmarks/plan_regret.work.jsonl`` took beyond the
+rest, median over all methods. Ranks that share cores wait for each other's."""
 
 OVERLAPPED = ("backend", "cast")
 """Methods of which the hook exchanges all groups at once, in DDP's memory where it can."""
@@ -97,6 +103,12 @@ class Predictor:
         per_host = self.link.ranks_per_host
         # 0: a core each for backward and for coding; 1: fewer cores than ranks.
         self.sharing = min(1.0, max(0.0, (2 * per_host - self.link.cores) / per_host))
+        # Of ranks that take turns on cores the last one has made no gradient while others make
+        # theirs, and each buffer waits for the last.
+        self.turn = min(1.0, self.link.cores / per_host)
+        self.own_code_s = (STOCK_S if candidate.stock else HOOK_S) / self.turn
+        # What an exchange takes of a core though no coding is in it: the system's copies.
+        self.taken = 1 - 1 / max(1.0, self.link.matmul_beside_link.value)
 
     @property
     def _passes_s(self) -> float:
@@ -107,13 +119,23 @@ class Predictor:
         return passes * self.link.gamma_s_per_byte.value * ELEMENT_BYTES * self.model.numel
 
     @cached_property
-    def error(self) -> float:
-        """Relative error of the exchanges: the mean of their own, by their seconds."""
+    def own_error(self) -> float:
+        """Relative error of the exchanges, of this method alone: their mean, by their seconds."""
         weights = [part.total_s() for part in self.parts]
         total = sum(weights)
         if not total:
-            return max(part.error for part in self.parts)
-        return sum(w * part.error for w, part in zip(weights, self.parts, strict=True)) / total
+            return max(part.own_error for part in self.parts)
+        return sum(w * part.own_error for w, part in zip(weights, self.parts, strict=True)) / total
+
+    @property
+    def shared_error(self) -> float:
+        """The same of what is alike for all methods."""
+        return max(part.shared_error for part in self.parts)
+
+    @property
+    def error(self) -> float:
+        """Both together."""
+        return math.hypot(self.own_error, self.shared_error)
 
     def exchange_s(self, transfer_scale: float = 1.0) -> float:
         """Seconds of all exchanges of one average, one after the other."""
@@ -131,20 +153,26 @@ class Predictor:
         """
         compute = self.compute
         if self.candidate.local_steps > 1:
-            exchange_s = factor * (self.exchange_s(transfer_scale) + self._passes_s)
-            return compute.step_s + exchange_s / self.candidate.local_steps
-        pieces = [
-            Piece(
-                compute.ready_s(buffer.ready),
-                factor * (part.link.latency_s + part.link.transfer_s * transfer_scale),
-                factor * part.rest_s,
+            exchange_s = factor * (
+                self.exchange_s(transfer_scale) + self._passes_s + self.own_code_s
             )
-            for buffer, part in zip(self.buffers, self.parts, strict=True)
-        ]
+            return compute.step_s + exchange_s / self.candidate.local_steps
+        pieces = []
+        for buffer, part in zip(self.buffers, self.parts, strict=True):
+            before_s = compute.backward_s - compute.ready_s(buffer.ready)
+            taken_s = self.taken * part.link.total_s  # the same whatever the link carries
+            link_s = part.link.latency_s + part.link.transfer_s * transfer_scale
+            pieces.append(
+                Piece(
+                    compute.backward_s - self.turn * before_s,
+                    factor * max(0.0, link_s - taken_s),
+                    factor * (part.rest_s + taken_s),
+                )
+            )
         if most is not None and len(pieces) > most:
             pieces = merged(pieces, most)
         beside_s = end_s(compute.backward_s, pieces, self.sharing)
-        after_s = factor * (self.finishing + self._passes_s)
+        after_s = factor * (self.finishing + self._passes_s + self.own_code_s)
         return compute.step_s - compute.backward_s + beside_s + after_s
 
     def predict(self) -> Prediction:

@@ -32,6 +32,8 @@ METHOD_ELEMS = (1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 23)
 METHOD_SIZES = 3
 BESIDE_S = 0.1  # of an exchange beside which matrices are multiplied: many times one product
 PAIRS_ALONE = 8  # ranks up to which each pair of the matrix has the machine to itself
+REPEATS = ((0.005, 25), (0.015, 11), (0.05, 7), (0.4, 3))  # of a step of less
+BURST_S = 0.005  # of computing before a method's call
 LOCAL_S_PER_ELEM = 1.5e-8  # rough; coding and copying of a method with a core to itself
 SHARE_OF_A_SWEEP = 0.45  # of the budget; the rest is for warming up and the first look
 SHARES = {
@@ -132,7 +134,7 @@ def _repeats_of(seconds: float, share_s: float) -> int:
         seconds: of the step.
         share_s: that all repeats may take together; two are made in any case of what is short.
     """
-    often = 11 if seconds < 0.015 else 7 if seconds < 0.05 else 3 if seconds < 0.4 else 1
+    often = next((repeats for below_s, repeats in REPEATS if seconds < below_s), 1)
     return min(often, max(2, int(share_s / seconds)))
 
 
@@ -276,7 +278,8 @@ def _method_steps(
             if cost is None
             else cost.rounds * pace.alpha_s + cost.sent_bytes * pace.beta_s_per_byte
         )
-        return link + elems * LOCAL_S_PER_ELEM * pace.crowding + 2 * pace.barrier_s
+        local_s = BURST_S + elems * LOCAL_S_PER_ELEM
+        return link + local_s * pace.crowding + 2 * pace.barrier_s
 
     def whole(chosen: Sequence[int]) -> float:
         return sum(
