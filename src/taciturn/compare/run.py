@@ -32,11 +32,12 @@ __all__ = ["QUICK", "add_seeds", "compare", "experiment_in", "report", "rerun_of
 EXPERIMENT, PAGE = "experiment.toml", "report.html"
 
 QUICK = Experiment(
-    task="digits",
+    task="text-300k",
     ranks=4,
     regimes=("100mbit", "unshaped"),
-    steps=100,
+    steps=60,
     evaluations=20,
+    learning_rates=(1e-3, 8e-3),
     seeds=2,
     baseline_trials=3,
     trials=2,
