@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from taciturn.compare import jobs as plan
 from taciturn.compare.bundled import load_task
 from taciturn.compare.experiment import CLUSTER, Contender, Experiment
+from taciturn.compare.methods import comparable
 from taciturn.compare.predictions import predict
 from taciturn.compare.records import Records
 from taciturn.compare.sessions import Done
@@ -204,7 +205,7 @@ def _expected(experiment: Experiment) -> dict[str, int]:
     return {
         "train": trials + e.target_seeds + runs * (len(e.regimes) if e.mode == "direct" else 1),
         "time": len(e.regimes) * (1 + variants + runs),
-        "errors": len(e.contenders),
+        "errors": sum(comparable(c.variants()[0]).averages_gradients for c in e.contenders),
         "probe": len(e.regimes) * 2,
         "plan": len(e.regimes),
     }

@@ -25,7 +25,7 @@ from taciturn.compare.records import MissingRecordError, Records
 from taciturn.compare.verdict import Row, Run, judge_runs
 from taciturn.link import Link
 
-__all__ = ["Outcome", "Rate", "Regime", "Share", "outcome_of"]
+__all__ = ["MOST_DRIFT", "Outcome", "Rate", "Regime", "Share", "drift_of", "outcome_of"]
 
 MOST_DRIFT = 0.10
 """Rule 10: more between the probes before and after voids the regime."""
@@ -171,7 +171,7 @@ def _regime(
     experiment: Experiment, records: Records, name: str, targets: Sequence[float]
 ) -> Regime:
     before, after = (_rate(experiment, records, name, when) for when in ("before", "after"))
-    drift, drifted, unsure = _drift(before, after, name)
+    drift, drifted, unsure = drift_of(before, after, name)
     broken = [drifted] if drifted else []
     try:
         runs = runs_of(experiment, records, name)
@@ -218,8 +218,8 @@ def _rate(experiment: Experiment, records: Records, regime: str, when: str) -> R
     return Rate(8 / beta.value, 8 / beta.high, 8 / beta.low if beta.low else math.inf)
 
 
-def _drift(before: Rate | None, after: Rate | None, name: str) -> tuple[float | None, str, str]:
-    """Return the change of the rate, what rule it breaks, and what a reader should know; or ""."""
+def drift_of(before: Rate | None, after: Rate | None, name: str) -> tuple[float | None, str, str]:
+    """The change of the rate, what rule it breaks, and what a reader should know; or ""."""
     if before is None or after is None:
         return None, f"rule 10, {name} was not probed before and after the runs", ""
     change = after.bits_per_s / before.bits_per_s
