@@ -80,15 +80,16 @@ def losses() -> str:
     return markdown([*head, "gradient error", "gradient spread"], lines)
 
 
-def local(sequences: int) -> str:
-    """Return local updates with so many sequences in a rank's batch."""
+def local(sequences: int, trained: int = 0) -> str:
+    """Return local updates with so many sequences in a rank's batch, after so many steps of DDP."""
     rows = local_updates.with_ratios(rows_of("local_updates.json"))
+    rows = [r for r in rows if (r["sequences"], r.get("trained", 0)) == (sequences, trained)]
     lines = []
     for split in dict.fromkeys(r["split"] for r in rows):
         for method in local_updates.METHODS:
             by_rate: dict[float, list[Row]] = {}
             for row in rows:
-                if (row["method"], row["split"], row["sequences"]) == (method, split, sequences):
+                if (row["method"], row["split"]) == (method, split):
                     by_rate.setdefault(row["rate"], []).append(row)
             if by_rate:  # step sizes are compared on the first seed, which all have
                 lines.append(_local_line(method, split, min(by_rate.values(), key=_first_loss)))

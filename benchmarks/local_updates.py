@@ -40,6 +40,7 @@ RANKS, LINK = 4, "100mbit"
 SEQUENCES, HELD_OUT = 2, 64
 """In a rank's batch, if ``--sequences`` does not say otherwise, and of the evaluation."""
 STEPS, QUICK_STEPS = 256, 64
+TRAINED_RATE = 2e-3
 RATES, QUICK_RATES = (1e-3, 2e-3), (1e-3,)
 SPLITS, QUICK_SPLITS = ("iid", "packages"), ("iid",)
 TIMEOUT_S = 20_000.0
@@ -74,8 +75,38 @@ def outer(anchor: list[torch.Tensor]) -> torch.optim.Optimizer:
     return torch.optim.SGD(anchor, lr=0.7, momentum=0.6, nesterov=True)
 
 
+def train_before(net: inputs.GPT, steps: int, seed: int, sequences: int) -> None:
+    """Train with DDP in fp32 on all of the text: what local updates then go on from."""
+    if not steps:
+        return
+    text, _ = split_corpus()
+    model = DistributedDataParallel(net)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=TRAINED_RATE, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _factor(steps))
+    generator = torch.Generator().manual_seed(777 * (seed + 1) + dist.get_rank())
+    for _ in range(steps):
+        model.zero_grad()
+        loss = inputs.GPT.loss(model, inputs.draw_batch(text, sequences, generator))  # type: ignore[arg-type]
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+        optimizer.step()
+        schedule.step()
+
+
+def _factor(steps: int) -> Any:
+    """Return the learning rate's factor: up for a tenth of the steps, then down to zero."""
+    warm = max(1, steps // 10)
+    return lambda n: min((n + 1) / warm, 0.5 + 0.5 * math.cos(math.pi * (n + 1) / (steps + 1)))
+
+
 def measure(
-    method: str, split: str, rate: float, steps: int, seed: int, sequences: int = SEQUENCES
+    method: str,
+    split: str,
+    rate: float,
+    steps: int,
+    seed: int,
+    sequences: int = SEQUENCES,
+    trained: int = 0,
 ) -> Row:
     """Train once, on every rank; return the row, alike on all."""
     kind, options = METHODS[method]
@@ -85,12 +116,9 @@ def measure(
         text = text[dist.get_rank() * part : (dist.get_rank() + 1) * part]
     held_out = inputs.draw_batch(rest, HELD_OUT, torch.Generator().manual_seed(7))
     net = inputs.GPT(inputs.gpt_shape(PARAMETERS), torch.Generator().manual_seed(seed))
+    train_before(net, trained, seed, sequences)
     optimizer = torch.optim.AdamW(net.parameters(), lr=rate, weight_decay=0.01)
-    warm = max(1, steps // 10)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer,
-        lambda n: min((n + 1) / warm, 0.5 + 0.5 * math.cos(math.pi * (n + 1) / (steps + 1))),
-    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _factor(steps))
     generator = torch.Generator().manual_seed(100_000 * (seed + 1) + dist.get_rank())
     batches = [inputs.draw_batch(text, sequences, generator) for _ in range(steps)]
     found = _ddp if kind == "ddp" else _local
@@ -101,7 +129,8 @@ def measure(
     sent = row.pop("sent_bytes")
     return {
         "method": method, "split": split, "rate": rate, "seed": seed, "steps": steps,
-        "ranks": dist.get_world_size(), "sequences": sequences, "tokens": tokens,
+        "ranks": dist.get_world_size(), "sequences": sequences, "trained": trained,
+        "tokens": tokens,
         "examples": steps * sequences * dist.get_world_size(), "val_loss": loss, "sent_bytes": sent,
         "sent_bytes_per_token": None if sent is None else sent / tokens, **row,
     }  # fmt: skip
@@ -201,14 +230,19 @@ def with_ratios(rows: list[Row]) -> list[Row]:
     best: dict[tuple[Any, ...], float] = {}
     for row in rows:
         if row["method"] == "DDP, bf16 gradients":
-            key = (row["split"], row["seed"], row["steps"], row["sequences"])
+            key = (row["seed"], row["steps"], *_of_one_table(row))
             best[key] = min(best.get(key, math.inf), row["val_loss"])
     return [
         row | {"loss_ratio_to_ddp": row["val_loss"] / best[key]}
-        if (key := (row["split"], row["seed"], row["steps"], row["sequences"])) in best
+        if (key := (row["seed"], row["steps"], *_of_one_table(row))) in best
         else row
         for row in rows
     ]
+
+
+def _of_one_table(row: Row) -> tuple[str, int, int]:
+    """Return what lines that are compared with each other have in common."""
+    return row["split"], row["sequences"], row.get("trained", 0)
 
 
 def table(rows: list[Row]) -> str:
@@ -216,13 +250,14 @@ def table(rows: list[Row]) -> str:
     measures = (
         "seeds  val loss  ratio, 95 %       wall s  syncs  bytes/token  exposed s  hidden  drift"
     )
-    lines = [f"{'method':44} {'split':8} batch  rate   {measures}"]
+    lines = [f"{'method':44} {'split':8} batch  after  rate   {measures}"]
     rows = with_ratios(rows)
-    for split, sequences in dict.fromkeys((row["split"], row["sequences"]) for row in rows):
+    for which in dict.fromkeys(map(_of_one_table, rows)):
+        split, sequences, trained = which
         for method in METHODS:
             by_rate: dict[float, list[Row]] = {}
             for row in rows:
-                if (row["method"], row["split"], row["sequences"]) == (method, split, sequences):
+                if row["method"] == method and _of_one_table(row) == which:
                     by_rate.setdefault(row["rate"], []).append(row)
             if not by_rate:
                 continue
@@ -241,7 +276,7 @@ def table(rows: list[Row]) -> str:
             }  # fmt: skip
             hidden = 1 - means["exposed_s"] / means["exchange_s"]
             lines.append(
-                f"{method:44} {split:8} {sequences:5}  {rate:.0e}  {len(some):5}  "
+                f"{method:44} {split:8} {sequences:5}  {trained:5}  {rate:.0e}  {len(some):5}  "
                 f"{means['val_loss']:.4f}    "
                 f"{ratio:.4f} +- {half:.4f}  {means['wall_s']:6.1f}  "
                 f"{means['sync_count']:5.0f}  {means['sent_bytes_per_token']:11.1f}  "
@@ -257,15 +292,15 @@ def rank_main(job: dict[str, Any]) -> None:
     out = Path(job["out"])
     rows: list[Row] = json.loads(out.read_text()) if out.exists() else []
     keys = ("method", "split", "rate", "steps", "seed", "sequences")
-    done = {tuple(row[key] for key in keys) for row in rows}
-    steps, sequences = job["steps"], job["sequences"]
+    done = {(*(row[key] for key in keys), row.get("trained", 0)) for row in rows}
+    steps, sequences, trained = job["steps"], job["sequences"], job["trained"]
     for seed in range(job["seeds"]):
         for split in job["splits"]:
             for rate in job["rates"]:
                 for method in job["methods"]:
-                    if (method, split, rate, steps, seed, sequences) in done:
+                    if (method, split, rate, steps, seed, sequences, trained) in done:
                         continue
-                    rows.append(measure(method, split, rate, steps, seed, sequences))
+                    rows.append(measure(method, split, rate, steps, seed, sequences, trained))
                     if dist.get_rank() == 0:
                         lines = ",\n".join(json.dumps(row) for row in with_ratios(rows))
                         part = out.with_suffix(".part")
@@ -285,6 +320,9 @@ def main() -> None:
     parser.add_argument("--splits", help=f"of {','.join(SPLITS)}")
     parser.add_argument("--methods", help="with ; between them")
     parser.add_argument("--sequences", type=int, default=SEQUENCES, help="in a rank's batch")
+    parser.add_argument(
+        "--trained", type=int, default=0, help="steps of DDP before, for all methods alike"
+    )
     parser.add_argument("--link", default=LINK, help="rate of each rank's link")
     arguments = parser.parse_args()
     quick = arguments.quick
@@ -299,6 +337,7 @@ def main() -> None:
         "splits": (arguments.splits or usual_splits).split(","),
         "methods": (arguments.methods or usual_methods).split(";"),
         "sequences": arguments.sequences,
+        "trained": arguments.trained,
     }
     with Testbed(ranks=RANKS, rate=parse_rate(arguments.link)) as testbed:
         environment = {"TACITURN_LOCAL_UPDATES": json.dumps(job)}

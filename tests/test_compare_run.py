@@ -343,3 +343,27 @@ def test_ctrl_c_keeps_what_was_finished(tmp_path: Path) -> None:
     assert all(json.loads(line) for line in lines)
     text = text_of(lambda console: status(out, console))
     assert f"{len(lines) - 1} of about" in text
+
+
+def test_errors_of_averages_are_those_of_the_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exact, rounded alike on all ranks, and different on each with the right mean."""
+    monkeypatch.chdir(OWN)
+    job = {"kind": "errors", "learning_rate": 1e-3, "seed": 1}
+    found = {}
+    with Networks("fractions_task:make_task", 4, 60.0) as networks:
+        for method in ("ddp:wire=fp32", "ddp:wire=bf16", "quantized:bits=8", "coded:passes=2"):
+            result, failure = networks.do(LOOPBACK, job | {"method": method})
+            assert failure is None
+            assert result is not None
+            found[method] = result
+    exact, bf16, int8, coded = found.values()
+    assert exact["replica_error"] < 1e-5
+    assert exact["spread"] < 1e-7
+    for rounded in (bf16, int8):
+        assert 1e-4 < rounded["replica_error"] < 5e-2
+        assert rounded["spread"] < 1e-7
+        assert rounded["mean_error"] == pytest.approx(rounded["replica_error"])
+    assert coded["spread"] > 1e-6
+    assert coded["replica_error"] ** 2 == pytest.approx(
+        coded["mean_error"] ** 2 + coded["spread"] ** 2, rel=0.05
+    )
