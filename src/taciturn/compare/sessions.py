@@ -81,16 +81,24 @@ class Networks:
         Raises:
             TestbedError: the network cannot be made, or its ranks could not begin.
         """
-        session = self._open.pop(regime, None)
-        if session is None:
-            while len(self._open) and (1 + len(self._open)) * self.ranks > MOST_RANKS:
-                self._open.pop(next(iter(self._open))).close()
-            session = _Session(self.task, self.ranks, regime, self.timeout_s)
-        self._open[regime] = session
-        done = session.do(job)
-        if done.failure is not None:
-            self._open.pop(regime).close()
-        return done
+        try:
+            session = self._open.pop(regime, None) or self._new(regime)
+            self._open[regime] = session
+            done = session.do(job)
+            if done.failure is not None:
+                self._open.pop(regime).close()
+            return done
+        except OSError as error:  # a full disk, most likely
+            raise TestbedError(
+                f"the folder in which ranks get their jobs ({tempfile.gettempdir()}) cannot be "
+                f"used: {error.strerror or error}; what was finished is kept"
+            ) from error
+
+    def _new(self, regime: str) -> _Session:
+        """Start ranks, after those that wait longest have made room for them."""
+        while self._open and (1 + len(self._open)) * self.ranks > MOST_RANKS:
+            self._open.pop(next(iter(self._open))).close()
+        return _Session(self.task, self.ranks, regime, self.timeout_s)
 
     def __enter__(self) -> Self:
         return self
