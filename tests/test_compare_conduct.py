@@ -190,7 +190,7 @@ def test_a_failed_probe_is_no_result_and_is_tried_again(tmp_path: Path) -> None:
 def test_a_baseline_that_never_ends_is_said(tmp_path: Path) -> None:
     """Without a target nothing else is run."""
     ranks = MadeUpRanks({"kind": "target"})
-    with pytest.raises(InputError, match="no run of the tuned baseline ended"):
+    with pytest.raises(InputError, match="so there is no target: InputError on rank 0: disturbed"):
         conduct(EXPERIMENT, records(tmp_path), ranks)
     assert {job["kind"] for _, job in ranks.done} == {"trial", "target"}
 

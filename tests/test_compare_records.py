@@ -66,7 +66,7 @@ def test_two_outcomes_of_one_job_are_refused(tmp_path: Path) -> None:
 
 
 BROKEN = {
-    "a newer version": {"format": "taciturn.compare", "version": 2, "about": {}},
+    "a newer version": {"format": "taciturn.compare", "version": 3, "about": {}},
     "another kind": {"rows": []},
 }
 
@@ -76,7 +76,7 @@ def test_other_files_are_refused(tmp_path: Path, what: str) -> None:
     """A file of a newer version or of something else says so."""
     path = tmp_path / "r.jsonl"
     path.write_text(json.dumps(BROKEN[what]) + "\n")
-    with pytest.raises(InputError, match=r"version 2|no records of taciturn compare"):
+    with pytest.raises(InputError, match=r"version 3|no records of taciturn compare"):
         Records(path)
 
 
@@ -86,8 +86,33 @@ def test_a_line_without_outcome_is_refused(tmp_path: Path) -> None:
     Records(path, ABOUT)
     with path.open("a") as file:
         file.write(json.dumps({"job": {"kind": "run"}}) + "\n")
-    with pytest.raises(InputError, match="line 2: a record without a job"):
+    with pytest.raises(InputError, match="line 2: it was changed"):
         Records(path)
+
+
+def test_a_changed_number_is_seen(tmp_path: Path) -> None:
+    """A line is what it was when it was written, or the file is refused."""
+    path = tmp_path / "r.jsonl"
+    records = Records(path, ABOUT)
+    records.add({"kind": "run"}, {"value": 0.25})
+    text = path.read_text()
+    assert next(iter(Records(path))).result == {"value": 0.25}
+    path.write_text(text.replace("0.25", "0.24"))
+    with pytest.raises(InputError, match="line 2: it was changed"):
+        Records(path)
+
+
+@pytest.mark.parametrize("garbage", [b'{"job": {"ki', b"\xff\xfe\x00", b"[1]"])
+def test_lines_that_are_none_are_counted(tmp_path: Path, garbage: bytes) -> None:
+    """What was cut, or is no text, is left out and told of; other lines stay."""
+    path = tmp_path / "r.jsonl"
+    Records(path, ABOUT).add({"kind": "run"}, {"value": 1})
+    with path.open("ab") as file:
+        file.write(garbage + b"\n")
+    records = Records(path, ABOUT)
+    assert records.damaged == [3]
+    records.add({"kind": "time"}, {"value": 2})
+    assert [r.result for r in Records(path)] == [{"value": 1}, {"value": 2}]
 
 
 def test_no_records_and_no_place_for_them(tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ def test_folders_without_an_experiment(tmp_path: Path) -> None:
 
 BAD_TASKS = {
     "it fails": ("raise RuntimeError('no data')", "RuntimeError: no data"),
-    "it is none": ("return 3", "returned a int"),
+    "it is none": ("return 3", "returned int"),
     "its loss is NaN": ("return task(loss=lambda m, b: (m(b).sum() * float('nan'), 4))", "finite"),
     "it differs between ranks": (
         "import os; return task(facts={'rank': os.environ.get('RANK', '0')})",

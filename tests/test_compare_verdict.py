@@ -143,11 +143,23 @@ def test_a_miss_is_counted() -> None:
 def test_a_dropped_seed_is_seen() -> None:
     """Rule 7: a planned seed without a record breaks it, however good the others."""
     made = experiment()
-    runs = {BASE: [run(s, 1.0, method=BASE) for s in range(6)]}
+    other = "ddp:wire=fp32"
+    runs = {name: [run(s, 1.0, method=name) for s in range(6)] for name in (BASE, other)}
     runs[METHOD] = [run(s, 0.5) for s in range(5)]
     (row,) = judge_runs(made, "100mbit", runs, TARGET)
     assert row.verdict == "not shown"
     assert "rule 7, seeds [5]" in row.broken[0]
+
+
+def test_a_baseline_without_all_its_seeds_is_seen() -> None:
+    """Rule 7: the faster one may be that which is not whole."""
+    other = "ddp:wire=fp32"
+    runs = {name: [run(s, 1.0, method=name) for s in range(6)] for name in (BASE, other)}
+    runs[METHOD] = [run(s, 0.5) for s in range(6)]
+    for lacking, seeds in ((runs[other][:5], "[5]"), ([], "[0, 1, 2, 3, 4, 5]")):
+        (row,) = judge_runs(experiment(), "100mbit", runs | {other: lacking}, TARGET)
+        assert row.verdict == "not shown"
+        assert row.broken == (f"rule 7, the baseline {other} lacks seeds {seeds}",)
 
 
 FAULTS: dict[str, tuple[Callable[[Run], Run], str]] = {

@@ -582,7 +582,11 @@ def _compare(
                 run.add_seeds(folder, seeds, console, err, json)
         return
     if bool(words) == quick or rest:
-        raise InputError("give one experiment as a .toml file, or --quick")
+        asked = " ".join(words or ["nothing"]) + (" and --quick" if quick and words else "")
+        raise InputError(
+            f"give one experiment as a .toml file, or --quick, or status, report or add-seeds with "
+            f"a folder; this is {asked}"
+        )
     from dataclasses import replace
 
     from taciturn.compare.experiment import read_experiment

@@ -205,6 +205,6 @@ def load_task(text: str) -> Task:
         raise InputError(f"task {text!r}: {type(error).__name__}: {error}") from error
     if not isinstance(task, Task):
         raise InputError(
-            f"task {text!r} returned a {type(task).__name__}; return a taciturn.compare.Task"
+            f"task {text!r} returned {type(task).__name__}; return a taciturn.compare.Task"
         )
     return task

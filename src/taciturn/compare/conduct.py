@@ -82,7 +82,6 @@ class _Conductor:
         experiment, records = self.experiment, self.records
         self._tune(experiment.baselines)
         self._do(experiment.home, plan.target_jobs(experiment, records))
-        self._check_target()
         for regime in experiment.regimes:
             self._look_at(regime)
         methods = plan.contenders_to_tune(experiment, records, experiment.regimes)
@@ -148,23 +147,6 @@ class _Conductor:
             found += some
         return found
 
-    def _check_target(self) -> None:
-        experiment, records = self.experiment, self.records
-        for job in plan.target_jobs(experiment, records):
-            record = records.find(job)
-            if record is not None and record.result is not None:
-                return
-        failures = [
-            f"{r.job['method']}: {r.failure}"
-            for kind in ("trial", "target")
-            for r in records.of_kind(kind)
-            if r.failure is not None
-        ]
-        raise InputError(
-            "no run of the tuned baseline ended, so there is no target: "
-            f"{failures[0] if failures else 'no reason is recorded'}; see {records.path}"
-        )
-
     def _do(self, regime: str, some: Sequence[Job]) -> None:
         """Do the jobs of which there is no record."""
         for job in some:  # contenders may share a run
@@ -180,6 +162,11 @@ class _Conductor:
             self.records.add(job, result, failure, time.monotonic() - began)
 
     def _want(self, regime: str, job: Job, failure: str) -> None:
+        if job["kind"] == "target":
+            raise InputError(
+                f"a run of the tuned baseline, {job['method']}, failed, so there is no target: "
+                f"{failure}. The same command tries again"
+            )
         what = "was not probed" if job["kind"] == "probe" else "has no step without exchange"
         sentence = f"the regime {regime} {what}: {failure}"
         if job.get("when") == "after":  # what was run stands; its rule is broken until then
@@ -193,7 +180,7 @@ class _Conductor:
 
 def _is_tried_again(job: Job) -> bool:
     """Whether a failure of a job says nothing of a method, and is no result."""
-    return job["kind"] == "probe" or job.get("method") == COMPUTE
+    return job["kind"] in ("probe", "target") or job.get("method") == COMPUTE
 
 
 def _expected(experiment: Experiment) -> dict[str, int]:

@@ -136,6 +136,7 @@ class Outcome:
                     asdict(row)
                     | {
                         "mode": self.experiment.mode,
+                        "baseline_stands_for": regime.stands_for.get(row.baseline),
                         "predicted_ratio": predicted,
                         "stands_for": regime.stands_for.get(row.method),
                         "setting": asdict(regime.settings[row.method]),

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from taciturn.errors import InputError
 
 __all__ = ["FORMAT", "VERSION", "MissingRecordError", "Record", "Records"]
 
-FORMAT, VERSION = "taciturn.compare", 1
+FORMAT, VERSION = "taciturn.compare", 2
 
 Values = Mapping[str, Any]
 
@@ -71,6 +72,8 @@ class Record:
 class Records:
     """The records of one experiment, read once and appended to.
 
+    ``damaged`` has the numbers of lines that were cut.
+
     Args:
         path: of the file; made with the first line.
         about: what the records belong to and are made with; None only to read.
@@ -82,6 +85,7 @@ class Records:
 
     def __init__(self, path: Path, about: Values | None = None) -> None:
         self.path = path
+        self.damaged: list[int] = []
         self._records: dict[str, Record] = {}
         self._commit = str(about.get("commit", "")) if about is not None else ""
         rows = list(self._rows())
@@ -94,21 +98,35 @@ class Records:
         self.about = self._checked(rows[0])
         if about is not None:
             self._check_pooled(json.loads(json.dumps(dict(about))))
+        for number, row in rows:
+            self._unchanged(number, row)
         for number, row in rows[1:]:
             self._take(number, row)
 
     def _rows(self) -> Iterator[tuple[int, dict[str, Any]]]:
         try:
-            lines = self.path.read_text("utf-8").splitlines() if self.path.is_file() else []
-        except (OSError, UnicodeDecodeError) as error:
+            data = self.path.read_bytes() if self.path.is_file() else b""
+        except OSError as error:
             raise InputError(f"{self.path} cannot be read: {error}") from error
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(data.decode("utf-8", "replace").splitlines(), 1):
             try:
                 row = json.loads(line)
             except json.JSONDecodeError:  # cut in its midst; its job is done again
+                row = None
+            if not isinstance(row, dict):
+                if line.strip():
+                    self.damaged.append(number)
                 continue
-            if isinstance(row, dict):
-                yield number, row
+            yield number, row
+
+    def _unchanged(self, number: int, row: dict[str, Any]) -> dict[str, Any]:
+        """Return a line without its check."""
+        if row.pop("check", None) != _check(row):
+            raise InputError(
+                f"{self.path}, line {number}: it was changed since it was written; records are "
+                "only ever added to: bring the old file back, or name another folder"
+            )
+        return row
 
     def _checked(self, first: tuple[int, dict[str, Any]]) -> dict[str, Any]:
         _, row = first
@@ -196,7 +214,8 @@ class Records:
         return record
 
     def _append(self, row: Values) -> None:
-        line = json.dumps(row, allow_nan=False) + "\n"
+        plain = json.loads(json.dumps(row, allow_nan=False))
+        line = json.dumps(plain | {"check": _check(plain)}) + "\n"
         try:
             with self.path.open("a+b") as file:
                 size = file.seek(0, os.SEEK_END)
@@ -212,6 +231,11 @@ class Records:
                 f"{self.path} cannot be written: {error.strerror}; what was finished is in it, and "
                 "the same command goes on from there"
             ) from error
+
+
+def _check(row: Values) -> str:
+    """Return what a line that was changed by accident does not have."""
+    return f"{zlib.crc32(json.dumps(row, sort_keys=True).encode()):08x}"
 
 
 def _key(job: Values) -> str:

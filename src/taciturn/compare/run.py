@@ -24,7 +24,7 @@ from taciturn.compare.records import Records
 from taciturn.compare.sessions import Networks
 from taciturn.compare.table import render
 from taciturn.errors import InputError
-from taciturn.files import write_whole
+from taciturn.files import check_file, write_whole
 from taciturn.ranks import show_progress, tell, under_torchrun
 
 __all__ = ["QUICK", "add_seeds", "compare", "experiment_in", "report", "rerun_of", "status"]
@@ -96,6 +96,8 @@ def _compare(
     err: Console,
     json_path: Path | None,
 ) -> Outcome:
+    if json_path is not None:
+        check_file("--json", json_path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -105,8 +107,13 @@ def _compare(
         records = Records(folder / RECORDS, about_here(experiment))
         write_whole(folder / EXPERIMENT, experiment.to_toml())
         before = sum(1 for _ in records)
-        with show_progress(err, f"comparing in {folder}") as show:
-            wanting = conduct(experiment, records, doer, show)
+        try:
+            with show_progress(err, f"comparing in {folder}") as show:
+                wanting = conduct(experiment, records, doer, show)
+        except (KeyboardInterrupt, SystemExit):
+            done = sum(1 for _ in records)
+            tell(err, f"stopped: {done} jobs are kept in {folder}; the same command goes on there")
+            raise
         for sentence in wanting:
             tell(err, sentence)
         if sum(1 for _ in records) == before and not wanting:
@@ -157,8 +164,11 @@ def report(folder: Path, out: Console, json_path: Path | None = None) -> Outcome
         InputError: no records there, not enough for any answer, or a file that cannot be written.
     """
     experiment = experiment_in(folder)
-    outcome = outcome_of(experiment, Records(folder / RECORDS))
+    records = Records(folder / RECORDS)
+    outcome = outcome_of(experiment, records)
     out.print(render(outcome))
+    if records.damaged:
+        out.print(f"lines {records.damaged} of {records.path} are damaged, and left out")
     if json_path is not None:
         _write("--json", json_path, json.dumps(outcome.rows_json(), indent=1) + "\n")
     path = folder / PAGE
@@ -189,8 +199,12 @@ def status(folder: Path, out: Console) -> None:
     experiment = experiment_in(folder)
     records = Records(folder / RECORDS)
     done, total = remaining(experiment, records)
-    failed = sum(r.failure is not None for r in records)
-    out.print(f"{folder}: {done} of about {total} jobs are done, {failed} of them failed")
+    failed = [r for r in records if r.failure is not None]
+    out.print(f"{folder}: {done} of about {total} jobs are done, {len(failed)} of them failed")
+    for record in failed:
+        out.print(f"  failed: {record.job['kind']} {record.job.get('method')}: {record.failure}")
+    if records.damaged:
+        out.print(f"  lines {records.damaged} of {records.path} are damaged, and left out")
     kinds = {str(r.job["kind"]) for r in records}
     for kind in sorted(kinds):
         some = records.of_kind(kind)
@@ -210,6 +224,7 @@ def add_seeds(
         InputError: no experiment there, or no more seeds than it has.
     """
     experiment = experiment_in(folder)
+    replace(experiment, seeds=seeds)  # whether that many can be at all
     if seeds <= experiment.seeds:
         raise InputError(f"--seeds {seeds}: {folder} has {experiment.seeds} already")
     return compare(replace(experiment, seeds=seeds), folder, out, err, json_path)

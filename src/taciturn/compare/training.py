@@ -395,6 +395,8 @@ def check_task(task: Task, seed: int) -> None:
         for name, tensor in net.state_dict().items():
             state.update(name.encode() + tensor.detach().double().numpy().tobytes())
         ids = torch.arange(min(4, task.examples))
+        if not any(p.requires_grad for p in net.parameters()):
+            raise InputError("its model has no parameters that are trained")
         total, tokens = task.loss(net, task.batch("train", ids))
         value, count = task.judged(net, task.batch("held_out", ids[: task.held_out]))
         if total.ndim or not total.requires_grad:

@@ -215,6 +215,7 @@ def judge_runs(
     if not baselines:
         return []
     best = min(baselines, key=lambda name: _median_time(runs[name], target))
+    broken = [*broken, *_lacking(experiment, runs)]
     rows = []
     for contender in experiment.methods:
         some = runs.get(contender.method, ())
@@ -222,6 +223,17 @@ def judge_runs(
             _row(experiment, regime, contender.method, some, best, runs[best], target, broken)
         )
     return _with_holm(rows)
+
+
+def _lacking(experiment: Experiment, runs: Mapping[str, Sequence[Run]]) -> list[str]:
+    """Return rule 7 for each baseline without some run: the best may be another one."""
+    found = []
+    for contender in experiment.baselines:
+        there = {run.seed for run in runs.get(contender.method, ())}
+        missing = sorted(set(experiment.run_seeds()) - there)
+        if missing:
+            found.append(f"rule 7, the baseline {contender.method} lacks seeds {missing}")
+    return found
 
 
 def _median_time(runs: Sequence[Run], target: float) -> tuple[float, float]:
