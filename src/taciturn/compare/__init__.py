@@ -6,7 +6,8 @@ and ``average_errors`` (what a rank measures), ``work`` (one job on its ranks), 
 of our own that wait for jobs) and ``cluster`` (those of torchrun), ``jobs`` and ``conduct`` (what
 has to be measured, and when), ``predictions`` (what the plan says before), ``records`` (what was
 measured), ``compose``, ``intervals``, ``verdict``, ``outcome``, ``crossover`` and ``rules`` (what
-that shows: pure functions of records), ``table`` and ``page``, ``run``.
+that shows: pure functions of records), ``table`` and ``page`` (with its
+figures and tables), ``run``.
 """
 
 from __future__ import annotations

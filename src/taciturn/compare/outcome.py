@@ -104,6 +104,13 @@ class Regime:
     broken: tuple[str, ...]
     notes: tuple[str, ...]
 
+    def predicted_ratio(self, row: Row) -> float | None:
+        """What was foretold of a step of a method, over its baseline's; None if it was not."""
+        mine, base = self.shares.get(row.method), self.shares.get(row.baseline)
+        if mine is None or base is None or not mine.predicted_s or not base.predicted_s:
+            return None
+        return mine.predicted_s / base.predicted_s
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -128,16 +135,13 @@ class Outcome:
         made = []
         for regime in self.regimes:
             for row in regime.rows:
-                share, base = regime.shares.get(row.method), regime.shares.get(row.baseline)
-                predicted = None
-                if share and base and share.predicted_s and base.predicted_s:
-                    predicted = share.predicted_s / base.predicted_s
+                share = regime.shares.get(row.method)
                 made.append(
                     asdict(row)
                     | {
                         "mode": self.experiment.mode,
                         "baseline_stands_for": regime.stands_for.get(row.baseline),
-                        "predicted_ratio": predicted,
+                        "predicted_ratio": regime.predicted_ratio(row),
                         "stands_for": regime.stands_for.get(row.method),
                         "setting": asdict(regime.settings[row.method]),
                         "errors": regime.errors.get(row.method),
