@@ -94,3 +94,16 @@ def test_a_cluster_stands_alone(tmp_path: Path) -> None:
         read_experiment(
             written(tmp_path, **{'regimes = ["unshaped"]': 'regimes = ["cluster", "1gbit"]'})
         )
+
+
+def test_what_all_ranks_fail_in_ends_nothing(tmp_path: Path) -> None:
+    """A method that the model is too small for is a recorded failure; all else is done."""
+    path = written(
+        tmp_path, **{'method = "local_sgd:steps=4"': 'method = "diloco:steps=4,fragments=99"'}
+    )
+    done = torchrun(path, 2, "--out", str(tmp_path / "out"))
+    assert done.returncode == 0, done.stderr
+    failed = [r for r in Records(tmp_path / "out" / "records.jsonl") if r.failure is not None]
+    assert {r.job["method"] for r in failed} == {"diloco:steps=4,fragments=99"}
+    assert all("only 6 parameters" in str(r.failure) for r in failed)
+    assert "report: " in done.stdout

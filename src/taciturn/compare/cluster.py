@@ -86,10 +86,10 @@ class Cluster:
         try:
             result: dict[str, Any] | None = do_job(self.task, job, self.experiment.timeout_s)
             failure = ""
-        except (PeerError, MismatchError, RuntimeError) as error:  # torch's own are of the last
+        except (PeerError, MismatchError) as error:
             self._lost = f"{type(error).__name__} on rank {self.rank}: {error}"
             return Done(None, self._lost)
-        except TaciturnError as error:
+        except Exception as error:  # the user's code too; where ranks are lost, gathering tells
             result, failure = None, f"{type(error).__name__}: {error}"
         try:
             said = self._gathered(failure)

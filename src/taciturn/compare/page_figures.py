@@ -13,7 +13,7 @@ from taciturn.compare.experiment import Experiment
 from taciturn.compare.outcome import Outcome, Regime, Share
 from taciturn.compare.table import shown_name
 from taciturn.compare.verdict import Point, Run
-from taciturn.pages import MARGIN, Figure, figure, ticks
+from taciturn.pages import BARE_MARGIN, ROW_PX, Figure, figure, label, stacked_bars, ticks
 
 __all__ = ["PARTS", "Style", "bars", "foretold", "losses", "ratios", "residuals", "styles_of"]
 
@@ -42,10 +42,6 @@ PARTS = (
     ("waiting for messages", "#3b82c4"),
     ("other exchange", "#a85cc2"),
 )
-_LINE = 44
-"""Characters of a label that fit into the narrowest screen."""
-_ROW_PX = 58
-_WIDE = MARGIN | {"l": 12}
 _BAND = 0.15
 """Opacity."""
 
@@ -91,7 +87,7 @@ def ratios(regime: Regime, styles: Mapping[str, Style]) -> Figure:
         if row.time_ratio is not None:
             told = f"{row.time_ratio:.2f}"
         told += f", {row.verdict}"
-        labels.append(_label(place, f"{name} \u00b7 {told}"))
+        labels.append(label(place, f"{name} \u00b7 {told}"))
         predicted = regime.predicted_ratio(row)
         if predicted is not None:
             ends.append(predicted)
@@ -136,9 +132,9 @@ def ratios(regime: Regime, styles: Mapping[str, Style]) -> Figure:
         f"At {regime.name}: time to the target over the best baseline's, with its 95 % interval; "
         "the upright stroke is what was foretold of a step. Left of 1 is faster.",
         data,
-        _ROW_PX * len(shown) + 60,
+        ROW_PX * len(shown) + 60,
         annotations=labels,
-        margin=_WIDE,
+        margin=BARE_MARGIN,
         shapes=[_line_at(1)],
         xaxis={
             "type": "log",
@@ -148,25 +144,6 @@ def ratios(regime: Regime, styles: Mapping[str, Style]) -> Figure:
         },
         yaxis={"visible": False, "range": [-0.4, len(shown) - 0.2]},
     )
-
-
-def _label(place: int, text: str) -> Figure:
-    """A text above a bar or a mark, in two lines if it is too long for a narrow screen."""
-    places = [at + 1 for at, letter in enumerate(text) if letter in ",\u00b7"]
-    if len(text) > _LINE and places:
-        middle = min(places, key=lambda at: abs(at - len(text) / 2))
-        text = f"{text[:middle].rstrip()}<br>{text[middle:].lstrip()}"
-    return {
-        "x": 0,
-        "xref": "paper",
-        "y": place + 0.2,
-        "xanchor": "left",
-        "yanchor": "bottom",
-        "align": "left",
-        "showarrow": False,
-        "text": text,
-        "font": {"size": 11},
-    }
 
 
 def _line_at(x: float) -> Figure:
@@ -317,42 +294,17 @@ def _parts_of(share: Share) -> tuple[float, float, float, float]:
 
 
 def bars(regime: Regime) -> Figure:
-    """The step of each method in parts, its name above its bar."""
-    shown = list(regime.shares.items())[::-1]  # plotly counts upwards
-    places = list(range(len(shown)))
-    names = [shown_name(name, regime.stands_for.get(name)) for name, _ in shown]
-    parts = [_parts_of(share) for _, share in shown]
-    data: list[Figure] = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "y": places,
-            "x": [each[i] for each in parts],
-            "width": 0.3,
-            "marker": {"color": color},
-            "hovertext": [
-                f"{name}<br>{part}: {seconds_text(each[i])}"
-                for name, each in zip(names, parts, strict=True)
-            ],
-            "hoverinfo": "text",
-        }
-        for i, (part, color) in enumerate(PARTS)
-    ]
-    labels = [
-        _label(place, f"{name} \u00b7 {seconds_text(share.step_s)}")
-        for place, name, (_, share) in zip(places, names, shown, strict=True)
-    ]
-    return figure(
+    """The step of each method in parts."""
+    return stacked_bars(
         _name_of(regime, "parts"),
         f"At {regime.name}: seconds of a step on the slowest rank, with nothing counted twice: "
         "coding and waiting only as far as they are not hidden behind computing.",
-        data,
-        _ROW_PX * len(shown) + 60,
-        annotations=labels,
-        barmode="stack",
-        margin=_WIDE,
-        xaxis={"title": {"text": "seconds"}, "nticks": 6, "rangemode": "tozero"},
-        yaxis={"visible": False, "range": [-0.4, len(shown) - 0.2]},
+        PARTS,
+        [
+            (shown_name(name, regime.stands_for.get(name)), _parts_of(share))
+            for name, share in regime.shares.items()
+        ],
+        seconds_text,
     )
 
 

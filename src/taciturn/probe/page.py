@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from taciturn.link import Fit, Link, Piece
-from taciturn.pages import MARGIN, Figure, figure, render_page, ticks
+from taciturn.pages import MARGIN, Figure, figure, render_page, stacked_bars, ticks
 from taciturn.probe.table import (
     between,
     curves,
@@ -170,50 +170,17 @@ def _pairs(link: Link) -> Figure:
 
 
 def _methods(link: Link) -> Figure:
-    """Each method at the largest number of elements, in parts, its name above its bar."""
-    shown = list(reversed(link.methods))  # plotly counts upwards
-    places = list(range(len(shown)))
-    parts = [_parts(one.seconds[-1], one.link_s[-1], one.codec_s[-1]) for one in shown]
-    data: list[Figure] = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "y": places,
-            "x": [each[i] for each in parts],
-            "width": 0.38,
-            "marker": {"color": color},
-            "hovertext": [
-                f"{one.method}<br>{name}: {seconds_text(each[i])}"
-                for one, each in zip(shown, parts, strict=True)
-            ],
-            "hoverinfo": "text",
-        }
-        for i, (name, color) in enumerate(_PARTS)
-    ]
-    labels = [
-        {
-            "x": 0,
-            "y": place + 0.36,
-            "xanchor": "left",
-            "yanchor": "middle",
-            "showarrow": False,
-            "text": text,
-            "font": {"size": 11},
-        }
-        for place, one in zip(places, shown, strict=True)
-        for text in [f"{one.method} \u00b7 {seconds_text(one.seconds[-1])}"]
-    ]
-    return figure(
+    """Each method at the largest number of elements, in parts."""
+    return stacked_bars(
         "methods",
         f"One average of {elems_text(link.methods[0].elems[-1])} fp32 elements, all ranks at once: "
         "what the link's curves give for the exchange, then coding, then other local work.",
-        data,
-        46 * len(shown) + 60,
-        annotations=labels,
-        barmode="stack",
-        margin=MARGIN | {"l": 12},
-        xaxis={"title": {"text": "seconds"}, "nticks": 6, "rangemode": "tozero"},
-        yaxis={"visible": False, "range": [-0.5, len(shown) - 0.3]},
+        _PARTS,
+        [
+            (one.method, _parts(one.seconds[-1], one.link_s[-1], one.codec_s[-1]))
+            for one in link.methods
+        ],
+        seconds_text,
     )
 
 
