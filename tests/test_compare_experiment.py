@@ -10,7 +10,7 @@ import pytest
 
 from taciturn.compare import Contender, Experiment, read_experiment
 from taciturn.compare.jobs import trial_jobs
-from taciturn.compare.run import QUICK
+from taciturn.compare.run import QUICK, rerun_of
 from taciturn.errors import TaciturnError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -116,3 +116,18 @@ def test_a_written_experiment_is_read_as_it_was(tmp_path: Path, which: str) -> N
         "headline": lambda: read_experiment(headline),
     }[which]()
     assert read(tmp_path, made.to_toml()) == made
+
+
+@pytest.mark.parametrize("folder", ["out", "some/out", ".", "some/.."])
+def test_another_folder_is_named_to_run_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    """Beside the one that the records are in, wherever the command is given."""
+    (tmp_path / "here" / "some").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    words = rerun_of(Path(folder)).split()
+    assert words[:2] == ["taciturn", "compare"]
+    assert Path(words[2]).parent.resolve() == Path(folder).resolve()
+    again = Path(words[4]).resolve()
+    assert again.name == f"{Path(folder).resolve().name}-again"
+    assert again.parent == Path(folder).resolve().parent

@@ -63,9 +63,7 @@ def average_errors(
 
 def _gradient(strategy: AveragesGradients, share: Share) -> torch.Tensor:
     """Return what backward leaves, in double precision."""
-    strategy.optimizer.zero_grad()
-    total, tokens = share.loss_of(strategy.model)
-    (total * (dist.get_world_size() / share.total_tokens(tokens))).backward()
+    strategy.backward(share)
     return torch.cat(
         [
             p.grad.detach().double().flatten()

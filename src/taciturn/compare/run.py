@@ -179,7 +179,8 @@ def report(folder: Path, out: Console, json_path: Path | None = None) -> Outcome
 
 def rerun_of(folder: Path) -> str:
     """The command that does the same experiment anew."""
-    again = folder.with_name(f"{folder.name or folder.resolve().name}-again")
+    named = folder.resolve() if folder.name in ("", "..") else folder
+    again = named.with_name(f"{named.name}-again")
     return shlex.join(["taciturn", "compare", str(folder / EXPERIMENT), "--out", str(again)])
 
 

@@ -167,14 +167,18 @@ class AveragesGradients(Strategy):
 
     def take(self, share: Share) -> None:
         """As :meth:`Strategy.take`."""
-        self.optimizer.zero_grad()
-        total, tokens = share.loss_of(self.model)
-        # DDP divides the sum over ranks by their number.
-        (total * (dist.get_world_size() / share.total_tokens(tokens))).backward()
+        self.backward(share)
         self.clip()
         self.optimizer.step()
         self.costs.exchanges += 1
         self.count()
+
+    def backward(self, share: Share) -> None:
+        """Leave the gradients of the mean over the global batch, averaged unless in no_sync."""
+        self.optimizer.zero_grad()
+        total, tokens = share.loss_of(self.model)
+        # DDP divides the sum over ranks by their number.
+        (total * (dist.get_world_size() / share.total_tokens(tokens))).backward()
 
     def count(self) -> None:
         """Note what the step cost."""
