@@ -14,6 +14,7 @@ method's line in the table is that of its best step size.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -75,10 +76,12 @@ def outer(anchor: list[torch.Tensor]) -> torch.optim.Optimizer:
     return torch.optim.SGD(anchor, lr=0.7, momentum=0.6, nesterov=True)
 
 
-def train_before(net: inputs.GPT, steps: int, seed: int, sequences: int) -> None:
-    """Train with DDP in fp32 on all of the text: what local updates then go on from."""
+@functools.cache
+def weights_to_begin_with(steps: int, seed: int, sequences: int) -> dict[str, torch.Tensor]:
+    """Return new weights, trained for some steps with DDP in fp32 on all of the text."""
+    net = inputs.GPT(inputs.gpt_shape(PARAMETERS), torch.Generator().manual_seed(seed))
     if not steps:
-        return
+        return net.state_dict()
     text, _ = split_corpus()
     model = DistributedDataParallel(net)
     optimizer = torch.optim.AdamW(net.parameters(), lr=TRAINED_RATE, weight_decay=0.01)
@@ -91,6 +94,7 @@ def train_before(net: inputs.GPT, steps: int, seed: int, sequences: int) -> None
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
         optimizer.step()
         schedule.step()
+    return net.state_dict()
 
 
 def _factor(steps: int) -> Any:
@@ -116,7 +120,7 @@ def measure(
         text = text[dist.get_rank() * part : (dist.get_rank() + 1) * part]
     held_out = inputs.draw_batch(rest, HELD_OUT, torch.Generator().manual_seed(7))
     net = inputs.GPT(inputs.gpt_shape(PARAMETERS), torch.Generator().manual_seed(seed))
-    train_before(net, trained, seed, sequences)
+    net.load_state_dict(weights_to_begin_with(trained, seed, sequences))
     optimizer = torch.optim.AdamW(net.parameters(), lr=rate, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _factor(steps))
     generator = torch.Generator().manual_seed(100_000 * (seed + 1) + dist.get_rank())

@@ -9,8 +9,9 @@ computes the result anew from the work file, with the plans as they are made now
 
 Every method has a pass of its own (a new model, two steps to warm up, a few timed ones), all
 methods in a new random order twice. A step is that of the slowest rank. Then the fastest three, the
-chosen ones and DDP are measured again in the same way: chosen_s, best_s and ddp_bf16_s are of the
-second time, so that the best is not the luckiest. Relative errors of predictions are of the first.
+chosen ones and DDP are measured again, in three passes in which they take turns, a few steps each:
+chosen_s, best_s and ddp_bf16_s are of the second time, so that the best is not the luckiest.
+Relative errors of predictions are of the first.
 
 On every link the backend's all_reduce is timed for sizes that the probe did not see.
 """
@@ -56,8 +57,9 @@ PROBE_S, QUICK_PROBE_S = 60.0, 25.0
 PROBES = 3
 """Tries, each longer, before a link counts as one that cannot be told."""
 PASSES = 2
-AGAIN, MOST_AGAIN, AGAIN_S = 3, 9, 45.0
-"""Passes of the second time: more where steps are short, which scatter most, for about so long."""
+AGAIN, AGAIN_S, MOST_TURNS, TURN = 3, 60.0, 60, 3
+"""Passes of the second time, for about so long together, of at most so many turns of so many steps,
+the first of which is not timed."""
 WARMUPS, LEAST, MOST, PASS_S = 2, 2, 8, 2.5
 """Steps of a pass: to warm up, then at least and at most so many, for about so many seconds."""
 UNSEEN_BYTES = (4 << 10, 64 << 20)
@@ -81,6 +83,30 @@ def step_seconds(method: str, parameters: int, batch: torch.Tensor) -> tuple[lis
         codec = mean(metrics.codec_s) if metrics else 0.0
         trainee.comm.close()
     return seconds, codec
+
+
+def measure_again(job: Row) -> Row:
+    """Measure the steps of a few methods in turns, so that all meet the same disturbances."""
+    text = inputs.corpus()
+    generator = torch.Generator().manual_seed(2000 + dist.get_rank())
+    batch = inputs.draw_batch(text, 1, generator)[:, :33]
+    parameters, order = BUNDLED[job["model"]], random.Random(job["seed"])
+    found: Row = {name: [] for name in job["names"]}
+    for _ in range(AGAIN):
+        trainees = {n: Trainee(STOCK.get(n, n), parameters, 1e-3, 0) for n in job["names"]}
+        steps: dict[str, list[float]] = {name: [] for name in trainees}
+        for trainee in trainees.values():
+            for _ in range(WARMUPS):
+                trainee.step(batch)
+        for _ in range(job["turns"]):
+            for name in order.sample(job["names"], len(job["names"])):
+                step = trainees[name].step
+                steps[name] += [timed(lambda: step(batch)) for _ in range(TURN)][1:]  # noqa: B023
+        for name, trainee in trainees.items():
+            found[name].append({"steps_s": steps[name]})
+            if trainee.comm is not None:
+                trainee.comm.close()
+    return {"methods": found}
 
 
 def timed(run: Any) -> float:
@@ -183,7 +209,7 @@ def rank_main(job: Row) -> None:
     """Run on every rank: measure, and have rank 0 write the row."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    row = (measure_link if job["kind"] == "link" else measure_cell)(job)
+    row = {"link": measure_link, "cell": measure_cell, "again": measure_again}[job["kind"]](job)
     if dist.get_rank() == 0:
         Path(job["out"]).write_text(json.dumps(row))
     dist.barrier()
@@ -243,7 +269,7 @@ def link_of(work: Work, ranks: int, rate: str, probe_s: float) -> Row:
     return found
 
 
-def measured(work: Work, kind: str, cell: Sequence[Any], names: list[str], passes: int) -> Row:
+def measured(work: Work, kind: str, cell: Sequence[Any], names: list[str], **how: int) -> Row:
     """Return the steps of methods in a cell; those not in the work file are measured."""
     ranks, rate, model = cell
     key = {"kind": kind, "ranks": ranks, "rate": rate, "model": model}
@@ -254,8 +280,8 @@ def measured(work: Work, kind: str, cell: Sequence[Any], names: list[str], passe
             "kind": kind,
             "model": model,
             "names": names,
-            "passes": passes,
             "seed": len(work.rows),
+            **how,
         }
         found = work.add(key | run_ranks(ranks, parse_rate(rate), job))
     return found
@@ -294,18 +320,16 @@ def measured_names(quality: str = "any") -> list[str]:
 def run_cell(work: Work, cell: tuple[int, str, str], probe_s: float) -> None:
     """Measure one cell, and again what matters in it."""
     link_row = link_of(work, cell[0], cell[1], probe_s)
-    first = measured(work, "cell", cell, measured_names(), PASSES)
+    first = measured(work, "cell", cell, measured_names(), passes=PASSES)
     again = {"DDP, fp32", "DDP, bf16 hook"}
     for quality in QUALITIES:
         names = [n for n in measured_names(quality) if n in first["methods"]]
         again |= set(sorted(names, key=lambda name: step_s(first, name))[:3])
         again.add(plan_of(link_row, first, quality).recommendation.name)
     names = sorted(again & set(measured_names()))
-    one_pass_s = sum(
-        WARMUPS * step_s(first, n) + max(PASS_S, LEAST * step_s(first, n)) for n in names
-    )
-    passes = max(AGAIN, min(MOST_AGAIN, int(AGAIN_S / one_pass_s)))
-    measured(work, "again", cell, names, passes)
+    turn_s = TURN * sum(step_s(first, name) for name in names)
+    turns = max(1, min(MOST_TURNS, int(AGAIN_S / AGAIN / turn_s)))
+    measured(work, "again", cell, names, turns=turns)
 
 
 # ------------------------------------------------------------------------------- the result

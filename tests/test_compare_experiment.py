@@ -37,6 +37,7 @@ def test_a_file_is_read(tmp_path: Path) -> None:
     found = read(tmp_path, GOOD)
     assert (found.steps, found.regimes, found.ranks) == (50, ("100mbit", "unshaped"), 4)
     assert found.methods[0].variants() == ["powersgd:rank=1", "powersgd:rank=2"]
+    assert found.methods[0].shown == "powersgd:rank=1|2"
     assert found.evaluate_at()[-1] == 50
     assert "seeds" not in found.settings()
     assert set(found.settings()) == set(asdict(found)) - {"seeds"}

@@ -155,8 +155,12 @@ def test_folders_without_an_experiment(tmp_path: Path) -> None:
 
 
 BAD_TASKS = {
-    "it fails": ("raise RuntimeError('no data')", "RuntimeError: no data"),
+    "it fails": ("raise RuntimeError('no data')", r"RuntimeError: no data .*bad_0\.py, line 23\)"),
     "it is none": ("return 3", "returned int"),
+    "its batch fails": (
+        "return task(batch=lambda split, ids: torch.ones(2) @ torch.ones(3))",
+        r"RuntimeError: .*bad_2\.py, line 23\)",
+    ),
     "its loss is NaN": ("return task(loss=lambda m, b: (m(b).sum() * float('nan'), 4))", "finite"),
     "it differs between ranks": (
         "import os; return task(facts={'rank': os.environ.get('RANK', '0')})",
@@ -204,6 +208,8 @@ def test_a_bad_task_is_refused(what: str, tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "e.toml").write_text(text)
     with pytest.raises(TaciturnError, match=message):
         compare(read_experiment(tmp_path / "e.toml"), tmp_path / "out", QUIET, QUIET)
+    unknown = what in ("it fails", "it is none")
+    assert not (unknown and (tmp_path / "out").exists()), "a folder of no experiment"
 
 
 METHODS = (

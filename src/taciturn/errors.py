@@ -15,7 +15,11 @@ Every message says what was wrong, the value received and what to do.
 
 from __future__ import annotations
 
+import os
+import sysconfig
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 __all__ = [
     "CodeError",
@@ -25,6 +29,7 @@ __all__ = [
     "PeerError",
     "TaciturnError",
     "TestbedError",
+    "described",
 ]
 
 
@@ -66,3 +71,25 @@ class TestbedError(TaciturnError, RuntimeError):
     """No emulated network can be made here; the message says why and how to go on without."""
 
     __test__ = False  # pytest: not a test class, in spite of its name
+
+
+_LIBRARIES = (
+    *(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "purelib", "platlib")),
+    f"{Path(__file__).parent}{os.sep}",
+    "<",  # such as <frozen importlib._bootstrap>
+)
+
+
+def described(error: BaseException) -> str:
+    """An error of the user's code: its kind and message, and where in that code it arose.
+
+    The place is the innermost one that is neither in Python's library, an installed package nor
+    here; there is none where all of them are.
+    """
+    said = f"{type(error).__name__}: {error}"
+    if isinstance(error, SyntaxError):  # says the place itself
+        return said
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(_LIBRARIES):
+            return f"{said} ({frame.filename}, line {frame.lineno})"
+    return said

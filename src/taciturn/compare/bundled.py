@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from taciturn.bench import inputs
 from taciturn.compare.task import Split, Task
-from taciturn.errors import InputError
+from taciturn.errors import InputError, described
 from taciturn.gpt import CONTEXT, gpt_shape
 from taciturn.grammar import nearest
 
@@ -202,7 +202,7 @@ def load_task(text: str) -> Task:
         made = getattr(importlib.import_module(where), what)
         task = made()
     except Exception as error:  # the user's code: whatever it raises is said
-        raise InputError(f"task {text!r}: {type(error).__name__}: {error}") from error
+        raise InputError(f"task {text!r}: {described(error)}") from error
     if not isinstance(task, Task):
         raise InputError(
             f"task {text!r} returned {type(task).__name__}; return a taciturn.compare.Task"

@@ -18,7 +18,7 @@ from taciturn.compare.experiment import Experiment
 from taciturn.compare.sessions import Done
 from taciturn.compare.training import check_task
 from taciturn.compare.work import Job, do_job
-from taciturn.errors import InputError, MismatchError, PeerError, TaciturnError
+from taciturn.errors import InputError, MismatchError, PeerError, TaciturnError, described
 
 __all__ = ["Cluster"]
 
@@ -40,21 +40,30 @@ class Cluster:
         self._lost = ""
         torch.set_num_threads(1)
         dist.init_process_group("gloo", timeout=timedelta(seconds=experiment.timeout_s))
-        self.rank, size = dist.get_rank(), dist.get_world_size()
-        told = self._gathered(experiment.settings())
+        self.rank = dist.get_rank()
+        try:
+            self._check_ranks()
+            self.task = load_task(experiment.task)
+            check_task(self.task, 0)
+        except TaciturnError:  # gloo's threads must not outlive an exit that all ranks make
+            dist.destroy_process_group()
+            raise
+
+    def _check_ranks(self) -> None:
+        """Refuse ranks that disagree, or are too few or too many; on all of them alike."""
+        size = dist.get_world_size()
+        told = self._gathered(self.experiment.settings())
         for rank, other in enumerate(told):
             if other != told[0]:
                 raise MismatchError(
                     f"ranks 0 and {rank} were given different experiments: start all of them with "
                     "the same file"
                 )
-        if size != experiment.ranks:
+        if size != self.experiment.ranks:
             raise InputError(
-                f"the experiment is of {experiment.ranks} ranks, and torchrun has started {size}: "
-                "make them agree"
+                f"the experiment is of {self.experiment.ranks} ranks, and torchrun has started "
+                f"{size}: make them agree"
             )
-        self.task = load_task(experiment.task)
-        check_task(self.task, 0)
 
     def do(self, regime: str, job: Job) -> Done:  # noqa: ARG002 - there is one network
         """Have all ranks do a job; rank 0 calls it.
@@ -90,7 +99,7 @@ class Cluster:
             self._lost = f"{type(error).__name__} on rank {self.rank}: {error}"
             return Done(None, self._lost)
         except Exception as error:  # the user's code too; where ranks are lost, gathering tells
-            result, failure = None, f"{type(error).__name__}: {error}"
+            result, failure = None, described(error)
         try:
             said = self._gathered(failure)
         except RuntimeError as error:

@@ -94,6 +94,11 @@ class Contender:
         return text
 
     @property
+    def shown(self) -> str:
+        """The method with all values of its knobs: ``powersgd:rank=2|4``."""
+        return self.filled({k: "|".join(map(str, values)) for k, values in self.space.items()})
+
+    @property
     def is_baseline(self) -> bool:
         """It is DistributedDataParallel itself."""
         return self.method.split(":")[0].strip() == BASELINE

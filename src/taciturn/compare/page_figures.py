@@ -64,7 +64,7 @@ def styles_of(experiment: Experiment) -> dict[str, Style]:
     """A colour and a shape for each contender."""
     symbols = list(_SYMBOLS)
     return {
-        c.method: Style(c.method, _COLORS[i % len(_COLORS)], symbols[i % len(symbols)])
+        c.method: Style(c.shown, _COLORS[i % len(_COLORS)], symbols[i % len(symbols)])
         for i, c in enumerate(experiment.contenders)
     }
 
@@ -253,7 +253,7 @@ def _loss(
                 "line": {"color": style.color, "width": 1.5},
                 "marker": {"color": style.color, "symbol": style.symbol, "size": 6},
                 "hovertext": [
-                    f"{method}<br>{y:.4g} at {x:.4g} {unit}"
+                    f"{style.name}<br>{y:.4g} at {x:.4g} {unit}"
                     for x, y in zip(curve.x, curve.mean, strict=True)
                 ],
                 "hoverinfo": "text",

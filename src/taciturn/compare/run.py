@@ -98,13 +98,14 @@ def _compare(
 ) -> Outcome:
     if json_path is not None:
         check_file("--json", json_path)
+    about = about_here(experiment)  # a task that cannot be loaded leaves no folder behind
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"--out {folder}: {error.strerror}; name a folder to write in") from error
     with _alone_in(folder):
         experiment = _gone_on_with(experiment, folder)
-        records = Records(folder / RECORDS, about_here(experiment))
+        records = Records(folder / RECORDS, about)
         write_whole(folder / EXPERIMENT, experiment.to_toml())
         before = sum(1 for _ in records)
         try:

@@ -28,7 +28,7 @@ from taciturn.compare.bundled import load_task
 from taciturn.compare.experiment import LOOPBACK
 from taciturn.compare.training import check_task
 from taciturn.compare.work import Job, do_job
-from taciturn.errors import TestbedError
+from taciturn.errors import TestbedError, described
 from taciturn.files import write_whole
 from taciturn.testbed import Testbed, capability
 from taciturn.units import parse_rate
@@ -211,7 +211,9 @@ def run_rank(folder: Path) -> int:
                 write_whole(folder / f"done-{number}.json", text)
         dist.destroy_process_group()
     except Exception as error:
-        failure = {"kind": type(error).__name__, "rank": rank, "text": str(error)}
+        kind = type(error).__name__
+        text = described(error).removeprefix(f"{kind}: ")
+        failure = {"kind": kind, "rank": rank, "text": text}
         write_whole(folder / f"failure-{rank}.json", json.dumps(failure))
         traceback.print_exc()
         sys.stderr.flush()

@@ -8,6 +8,7 @@ twice, are in the record.
 from __future__ import annotations
 
 import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
@@ -161,9 +162,11 @@ class AveragesGradients(Strategy):
         self, task: Task, model: torch.nn.Module, learning_rate: float, bucket_bytes: int
     ) -> None:
         super().__init__(task, model, learning_rate)
-        self.model = DistributedDataParallel(
-            model, bucket_cap_mb=bucket_bytes / 2**20, broadcast_buffers=False
-        )
+        with warnings.catch_warnings():  # the name that torch had before 2.13
+            warnings.filterwarnings("ignore", ".*broadcast_buffers", FutureWarning)
+            self.model = DistributedDataParallel(
+                model, bucket_cap_mb=bucket_bytes / 2**20, broadcast_buffers=False
+            )
 
     def take(self, share: Share) -> None:
         """As :meth:`Strategy.take`."""

@@ -24,7 +24,7 @@ from taciturn.compare.methods import comparable
 from taciturn.compare.order import ExampleHash, ids_of_step
 from taciturn.compare.strategies import Share, StockDDP, Strategy, strategy_for
 from taciturn.compare.task import Task
-from taciturn.errors import InputError
+from taciturn.errors import InputError, described
 from taciturn.testbed import interface_counters
 
 __all__ = [
@@ -413,7 +413,7 @@ def check_task(task: Task, seed: int) -> None:
         state.update(repr((float(total.detach()), tokens, float(value), count)).encode())
         digest = state.hexdigest()
     except Exception as error:  # the user's code
-        problem = f"{type(error).__name__}: {error}"
+        problem = described(error)
     told: list[Any] = [None] * ranks
     dist.all_gather_object(told, (digest, problem))
     for rank, (_, what) in enumerate(told):

@@ -322,7 +322,7 @@ class _Chooser:
                 said.append(f"above {rate} {_plain(one.above)} wins")
         here = f"this link carries {rate_text(self.rate)}"
         if not said:
-            return f"{here}, and at a thousandth or a thousand times that it is the same"
+            return f"{here}, and no other wins from a thousandth to a thousand times that"
         return f"{here}; {', '.join(said)}"
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from taciturn.cost import ELEMENT_BYTES
-from taciturn.errors import InputError
+from taciturn.errors import InputError, described
 from taciturn.gpt import gpt_shape
 from taciturn.units import format_size, parse_size
 
@@ -194,8 +194,7 @@ def _from_callable(text: str) -> Model:
         module = made()
     except Exception as error:
         raise InputError(
-            f"--model {text!r} failed when it was called without arguments: "
-            f"{type(error).__name__}: {error}"
+            f"--model {text!r} failed when it was called without arguments: {described(error)}"
         ) from error
     if not isinstance(module, torch.nn.Module):
         raise InputError(f"--model {text!r} returned a {type(module).__name__}; {_HELP}")

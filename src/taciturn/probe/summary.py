@@ -458,9 +458,15 @@ def _warnings(
     if rate is not None:
         share = one_way.bytes_per_s / (TCP_GOODPUT * rate / 8)
         if abs(share - 1) > GOODPUT_WARNS:
+            why = (
+                "the machine, and not the link, is the limit."
+                if share < 1
+                else "no link gives more, so the times were disturbed; probe again when the "
+                "machine is quiet."
+            )
             said.append(
                 f"One message gets {share:.0%} of TCP's goodput at the set rate of "
-                f"{format_rate(rate)}: the machine, and not the link, is the limit."
+                f"{format_rate(rate)}: {why}"
             )
     here = -(-conditions.ranks // conditions.hosts)
     if here > conditions.cores and conditions.device == "cpu":
