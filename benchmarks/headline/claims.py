@@ -15,7 +15,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from taciturn.compare import Outcome, Records, Run, outcome_of, read_experiment
 from taciturn.compare.intervals import RatioInterval
