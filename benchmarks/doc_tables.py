@@ -16,6 +16,7 @@ from typing import Any
 
 import ddp_losses
 import local_updates
+from headline import claims
 
 Row = dict[str, Any]
 
@@ -122,11 +123,25 @@ def _local_line(method: str, split: str, rows: list[Row]) -> list[str]:
     ]
 
 
+def reported() -> str:
+    """Return what CERAR's abstract reports, and what is measured here."""
+    return markdown(["claim", "reported", "measured here"], claims.lines())
+
+
+def verdicts(folder: Path) -> str:
+    """Return the time ratios of a comparison's methods, by network."""
+    return markdown(*claims.verdicts(folder))
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "steps of DDP": steps,
     "losses of DDP": losses,
     "local updates, 2 sequences": lambda: local(2),
     "local updates, 16 sequences": lambda: local(16),
+    "local updates, from trained weights": lambda: local(2, 1024),
+    "CERAR's claims": reported,
+    "headline": lambda: verdicts(claims.COMPOSED),
+    "headline, direct": lambda: verdicts(claims.DIRECT),
 }
 
 

@@ -3,7 +3,7 @@
 ``python benchmarks/headline/claims.py`` times raw all-reduces of 8 ranks with ``taciturn bench``,
 those that ``raw/`` has no file of yet, and prints the table. Its other lines are computed from the
 records of the headline experiment, in ``composed/``, and from ``../plan_regret.work.jsonl``, whose
-steps are those of models of two sizes.
+steps are those of models of two sizes. ``../doc_tables.py`` puts these tables into the docs.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ import math
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
-from taciturn.compare import Outcome, Records, Run, outcome_of, read_experiment
+from taciturn.compare import Outcome, Records, Row, Run, outcome_of, read_experiment
+from taciturn.compare.conduct import RECORDS
 from taciturn.compare.intervals import RatioInterval
+from taciturn.compare.verdict import NOT_SHOWN
 
 Line = tuple[str, str, str]
 
 HERE = Path(__file__).resolve().parent
-RAW, COMPOSED = HERE / "raw", HERE / "composed"
+RAW, COMPOSED, DIRECT = HERE / "raw", HERE / "composed", HERE / "direct"
 STEPS = HERE.parent / "plan_regret.work.jsonl"
 RANKS = 8
 RAW_CASES = {
@@ -148,15 +150,19 @@ def size_line() -> Line:
     )
 
 
+def outcome_in(folder: Path) -> Outcome:
+    """Return what the records of a folder say."""
+    return outcome_of(read_experiment(folder / "experiment.toml"), Records(folder / RECORDS))
+
+
 def lines() -> Iterator[Line]:
     """Yield claim, what is reported, what is measured, of all that there are measurements of."""
     yield bytes_line()
     for rate in RAW_CASES:
         reported = {SLOW: f"up to {percent(0.53)} (PCIe)", FAST: "slower (NVLink)"}
         yield raw_line(rate, reported.get(rate, "-"))
-    if (COMPOSED / "records.jsonl").exists():
-        experiment = read_experiment(HERE / "experiment.toml")
-        outcome = outcome_of(experiment, Records(COMPOSED / "records.jsonl", None))
+    if (COMPOSED / RECORDS).exists():
+        outcome = outcome_in(COMPOSED)
         for regime in outcome.regimes:
             reported = {
                 SLOW: f"{percent(0.83)}, validation loss essentially identical (PCIe)",
@@ -167,9 +173,26 @@ def lines() -> Iterator[Line]:
     yield size_line()
 
 
-def rows() -> Sequence[Sequence[str]]:
-    """Return the table's lines."""
-    return [list(line) for line in lines()]
+def verdicts(folder: Path = COMPOSED) -> tuple[list[str], list[list[str]]]:
+    """Return head and lines of a table of time ratios, a column for each network."""
+    regimes = [r for r in outcome_in(folder).regimes if r.rows]
+    of = {(row.method, row.regime): row for regime in regimes for row in regime.rows}
+    methods = dict.fromkeys(method for method, _ in of)
+    head = ["method", *(regime.name for regime in regimes)]
+    return head, [
+        [f"`{method}`", *(verdict_text(of[method, regime.name]) for regime in regimes)]
+        for method in methods
+    ]
+
+
+def verdict_text(row: Row) -> str:
+    """Return a ratio with its interval, in bold where it is shown, and who did not get there."""
+    if row.time_ratio is None:
+        return f"reached by {row.reached} of {row.runs}"
+    assert row.time_ratio_low is not None
+    assert row.time_ratio_high is not None
+    text = f"{row.time_ratio:.2f} ({row.time_ratio_low:.2f} to {row.time_ratio_high:.2f})"
+    return text if row.verdict == NOT_SHOWN else f"**{text}**"
 
 
 if __name__ == "__main__":

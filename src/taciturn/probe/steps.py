@@ -33,6 +33,7 @@ METHOD_SIZES = 3
 BESIDE_S = 0.1  # of an exchange beside which matrices are multiplied: many times one product
 PAIRS_ALONE = 8  # ranks up to which each pair of the matrix has the machine to itself
 REPEATS = ((0.005, 25), (0.015, 11), (0.05, 7), (0.4, 3))  # of a step of less
+METHOD_REPEATS = ((0.015, 12), (0.05, 5), (0.4, 3))  # likewise, of a method's call
 BURST_S = 0.005  # of computing before a method's call
 LOCAL_S_PER_ELEM = 1.5e-8  # rough; coding and copying of a method with a core to itself
 SHARE_OF_A_SWEEP = 0.45  # of the budget; the rest is for warming up and the first look
@@ -43,7 +44,7 @@ SHARES = {
     "duplex": 0.02,
     "fp32": 0.38,
     "bf16": 0.12,
-    "method": 0.26,
+    "method": 0.50,  # on slow links the smallest sizes take more; on fast ones the others take less
 }
 
 
@@ -287,7 +288,7 @@ def _method_steps(
         )
 
     def least_repeats(one: float) -> int:
-        return 5 if one < 0.02 else 3 if one < 0.4 else 1
+        return next((repeats for below_s, repeats in METHOD_REPEATS if one < below_s), 1)
 
     sizes = list(METHOD_ELEMS)
     while len(sizes) > METHOD_SIZES and whole(_spread(sizes)) > budget_s:
