@@ -54,7 +54,7 @@ class Trainee:
         generator = torch.Generator().manual_seed(seed)
         net = inputs.GPT(inputs.gpt_shape(parameters), generator)
         self.method, self.clip_norm = method, clip_norm
-        self.model = DistributedDataParallel(net)
+        self.model = DistributedDataParallel(net, init_sync=False)  # the seed is the same
         self.comm: ddp.Communicator | None = None
         if method in HOOKS:
             self.model.register_comm_hook(None, HOOKS[method])

@@ -17,6 +17,7 @@ from typing import Any
 import ddp_losses
 import local_updates
 from headline import claims
+from taciturn.units import format_rate
 
 Row = dict[str, Any]
 
@@ -123,6 +124,63 @@ def _local_line(method: str, split: str, rows: list[Row]) -> list[str]:
     ]
 
 
+def regret() -> Row:
+    """Return how good plans were."""
+    found: Row = json.loads((HERE / "plan_regret.json").read_text("utf-8"))
+    return found
+
+
+def plan_links() -> str:
+    """Return what probes found, and how the backend's all_reduce of other sizes was foretold."""
+    links = sorted(regret()["links"], key=lambda r: (r["ranks"], r["rate_bits_per_s"] or math.inf))
+    lines = [
+        [
+            f"{r['ranks']} x {format_rate(r['rate_bits_per_s'])}",
+            f"{r['probe_s']:.0f}",
+            "-" if r["beta_over_goodput"] is None else f"{r['beta_over_goodput']:.3f}",
+            f"{r['unseen_median_error']:.1%}",
+            f"{r['unseen_p90_error']:.0%}",
+        ]
+        for r in links
+    ]
+    return markdown(["ranks, link", "probe, s", "beta", "off by, median", "90th percentile"], lines)
+
+
+def plan_choices() -> str:
+    """Return of each quality how often the choice was within 5 % of the best."""
+    lines = [
+        [
+            quality,
+            str(len(of["cells"])),
+            f"{of['share_within_5_percent']:.0%}",
+            f"{of['share_within_5_percent_by_measuring']:.0%}",
+        ]
+        for quality, of in regret()["by_quality"].items()
+    ]
+    return markdown(["quality", "cells", "plan", "measuring each once"], lines)
+
+
+def plan_cells() -> str:
+    """Return what was chosen in each cell, beside the best."""
+    cells = sorted(
+        regret()["cells"], key=lambda r: (r["model"], r["ranks"], r["rate_bits_per_s"] or math.inf)
+    )
+    lines = [
+        [
+            r["model"],
+            f"{r['ranks']} x {format_rate(r['rate_bits_per_s'])}",
+            f"`{r['chosen']}`",
+            f"{1e3 * r['chosen_s']:.0f}",
+            "the same" if r["best"] == r["chosen"] else f"`{r['best']}`",
+            f"{1e3 * r['best_s']:.0f}",
+            f"{1e3 * r['ddp_bf16_s']:.0f}",
+        ]
+        for r in cells
+    ]
+    head = ["model", "ranks, link", "chosen", "step, ms", "best", "step, ms"]
+    return markdown([*head, "DDP in bf16, ms"], lines)
+
+
 def reported() -> str:
     """Return what CERAR's abstract reports, and what is measured here."""
     return markdown(["claim", "reported", "measured here"], claims.lines())
@@ -139,6 +197,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "local updates, 2 sequences": lambda: local(2),
     "local updates, 16 sequences": lambda: local(16),
     "local updates, from trained weights": lambda: local(2, 1024),
+    "plan: links": plan_links,
+    "plan: choices": plan_choices,
+    "plan: cells": plan_cells,
     "CERAR's claims": reported,
     "headline": lambda: verdicts(claims.COMPOSED),
     "headline, direct": lambda: verdicts(claims.DIRECT),

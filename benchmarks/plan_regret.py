@@ -10,7 +10,7 @@ made now.
 
 Every method has a pass of its own (a new model, two steps to warm up, a few timed ones), all
 methods in random order. A step is that of the slowest rank. Then the fastest three, the chosen ones
-and DDP are measured again, in three passes in which they take turns, a few steps each: chosen_s,
+and DDP are measured again, in five passes in which they take turns, a few steps each: chosen_s,
 best_s and ddp_bf16_s are of the second time, so that the best is not the luckiest. Relative errors
 of predictions are of the first. How much of the regret is noise is told by a chooser that needs no
 plan: ``by_measuring`` is the method that was fastest the first time.
@@ -58,9 +58,11 @@ STOCK = {"DDP, fp32": "ddp fp32", "DDP, bf16 hook": "ddp bf16 hook"}
 PROBE_S, QUICK_PROBE_S = 60.0, 25.0
 PROBES = 3
 """Tries, each longer, before a link counts as one that cannot be told."""
-AGAIN, AGAIN_S, MOST_TURNS, TURN = 3, 60.0, 60, 3
-"""Passes of the second time, for about so long together, of at most so many turns of so many steps,
-the first of which is not timed."""
+AGAIN, AGAIN_S = 5, 75.0
+"""Passes of the second time, each of new models, for about so long together."""
+MOST_TURNS, TURN, MOST_TURN = 30, 3, 12
+"""Turns of a pass at most; steps of a turn: so many of the slowest method, at most so many of one
+that takes as long with more. The first is not timed."""
 WARMUPS, LEAST, MOST, PASS_S = 2, 2, 8, 2.5
 """Steps of a pass: to warm up, then at least and at most so many, for about so many seconds."""
 UNSEEN_BYTES = (4 << 10, 64 << 20)
@@ -102,7 +104,8 @@ def measure_again(job: Row) -> Row:
         for _ in range(job["turns"]):
             for name in order.sample(job["names"], len(job["names"])):
                 step = trainees[name].step
-                steps[name] += [timed(lambda: step(batch)) for _ in range(TURN)][1:]  # noqa: B023
+                count = job["steps"][name]
+                steps[name] += [timed(lambda: step(batch)) for _ in range(count)][1:]  # noqa: B023
         for name, trainee in trainees.items():
             found[name].append({"steps_s": steps[name]})
             if trainee.comm is not None:
@@ -270,7 +273,7 @@ def link_of(work: Work, ranks: int, rate: str, probe_s: float) -> Row:
     return found
 
 
-def measured(work: Work, kind: str, cell: Sequence[Any], names: list[str], **how: int) -> Row:
+def measured(work: Work, kind: str, cell: Sequence[Any], names: list[str], **how: Any) -> Row:
     """Return the steps of methods in a cell; those not in the work file are measured."""
     ranks, rate, model = cell
     key = {"kind": kind, "ranks": ranks, "rate": rate, "model": model}
@@ -322,15 +325,17 @@ def run_cell(work: Work, cell: tuple[int, str, str], probe_s: float) -> None:
     """Measure one cell, and again what matters in it."""
     link_row = link_of(work, cell[0], cell[1], probe_s)
     first = measured(work, "cell", cell, measured_names())
-    again = {"DDP, fp32", "DDP, bf16 hook"}
+    again = {"DDP, bf16 hook"}
     for quality in QUALITIES:
         names = [n for n in measured_names(quality) if n in first["methods"]]
         again |= set(sorted(names, key=lambda name: step_s(first, name))[:3])
         again.add(plan_of(link_row, first, quality).recommendation.name)
     names = sorted(again & set(measured_names()))
-    turn_s = TURN * sum(step_s(first, name) for name in names)
-    turns = max(1, min(MOST_TURNS, int(AGAIN_S / AGAIN / turn_s)))
-    measured(work, "again", cell, names, turns=turns)
+    slowest_s = max(step_s(first, name) for name in names)
+    steps = {n: min(MOST_TURN, round(TURN * slowest_s / step_s(first, n))) for n in names}
+    turn_s = sum(steps[name] * step_s(first, name) for name in names)
+    turns = max(1, min(MOST_TURNS, round(AGAIN_S / AGAIN / turn_s)))
+    measured(work, "again", cell, names, turns=turns, steps=steps)
 
 
 # ------------------------------------------------------------------------------- the result

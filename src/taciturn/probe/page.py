@@ -170,15 +170,17 @@ def _pairs(link: Link) -> Figure:
 
 
 def _methods(link: Link) -> Figure:
-    """Each method at the largest number of elements, in parts."""
+    """Each method at the largest number of elements that all were measured with, in parts."""
+    elems = max(set.intersection(*(set(one.elems) for one in link.methods)))
+    at = [one.elems.index(elems) for one in link.methods]
     return stacked_bars(
         "methods",
-        f"One average of {elems_text(link.methods[0].elems[-1])} fp32 elements, all ranks at once: "
+        f"One average of {elems_text(elems)} fp32 elements, all ranks at once: "
         "what the link's curves give for the exchange, then coding, then other local work.",
         _PARTS,
         [
-            (one.method, _parts(one.seconds[-1], one.link_s[-1], one.codec_s[-1]))
-            for one in link.methods
+            (one.method, _parts(one.seconds[i], one.link_s[i], one.codec_s[i]))
+            for one, i in zip(link.methods, at, strict=True)
         ],
         seconds_text,
     )

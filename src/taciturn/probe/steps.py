@@ -33,7 +33,7 @@ METHOD_SIZES = 3
 BESIDE_S = 0.1  # of an exchange beside which matrices are multiplied: many times one product
 PAIRS_ALONE = 8  # ranks up to which each pair of the matrix has the machine to itself
 REPEATS = ((0.005, 25), (0.015, 11), (0.05, 7), (0.4, 3))  # of a step of less
-METHOD_REPEATS = ((0.015, 12), (0.05, 5), (0.4, 3))  # likewise, of a method's call
+METHOD_REPEATS = ((0.015, 12), (0.05, 5), (0.15, 3), (0.4, 2))  # likewise, of a method's call
 BURST_S = 0.005  # of computing before a method's call
 LOCAL_S_PER_ELEM = 1.5e-8  # rough; coding and copying of a method with a core to itself
 SHARE_OF_A_SWEEP = 0.45  # of the budget; the rest is for warming up and the first look
@@ -44,7 +44,7 @@ SHARES = {
     "duplex": 0.02,
     "fp32": 0.38,
     "bf16": 0.12,
-    "method": 0.44,  # on slow links the smallest sizes take more; on fast ones the others take less
+    "method": 0.60,  # on slow links the smallest sizes take more; on fast ones others take less
 }
 
 
@@ -268,9 +268,7 @@ def sweep(
 def _method_steps(
     ranks: int, pace: Pace, budget_s: float, costs: Mapping[str, Mapping[int, Cost | None]]
 ) -> list[Priced]:
-    """The same sizes for all methods: the largest that the budget allows, and smaller ones."""
-    if not costs:
-        return []
+    """Of each method the largest size that its part of the budget allows, and smaller ones."""
 
     def seconds(method: str, elems: int) -> float:
         cost = costs[method][elems]
@@ -282,24 +280,21 @@ def _method_steps(
         local_s = BURST_S + elems * LOCAL_S_PER_ELEM
         return link + local_s * pace.crowding + 2 * pace.barrier_s
 
-    def whole(chosen: Sequence[int]) -> float:
-        return sum(
-            least_repeats(one) * one for m in costs for n in chosen if (one := seconds(m, n))
-        )
+    def repeats(one: float) -> int:
+        return next((often for below_s, often in METHOD_REPEATS if one < below_s), 1)
 
-    def least_repeats(one: float) -> int:
-        return next((repeats for below_s, repeats in METHOD_REPEATS if one < below_s), 1)
-
-    sizes = list(METHOD_ELEMS)
-    while len(sizes) > METHOD_SIZES and whole(_spread(sizes)) > budget_s:
-        sizes.pop()
-    return [
-        (Step("method", n, m), one)
-        for m in costs
-        for n in _spread(sizes)
-        for one in [seconds(m, n)]
-        for _ in range(least_repeats(one))
-    ]
+    steps: list[Priced] = []
+    for method in costs:
+        sizes = list(METHOD_ELEMS)
+        while True:
+            prices = {n: seconds(method, n) for n in _spread(sizes)}
+            whole = sum(repeats(one) * one for one in prices.values())
+            if len(sizes) == METHOD_SIZES or whole <= budget_s / len(costs):
+                break
+            sizes.pop()
+        for elems, one in prices.items():
+            steps += [(Step("method", elems, method), one)] * repeats(one)
+    return steps
 
 
 def _spread(sizes: Sequence[int]) -> list[int]:

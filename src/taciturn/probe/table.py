@@ -203,13 +203,14 @@ def _pairs(link: Link) -> Table:
 
 
 def _methods(link: Link, width: int) -> Table:
-    sizes = [f"{elems_text(n)}\nelements" for n in link.methods[0].elems]
-    rows = [["method", *sizes, "beyond the link"]]
+    sizes = sorted({n for speed in link.methods for n in speed.elems})
+    rows = [["method", *(f"{elems_text(n)}\nelements" for n in sizes), "beyond the link"]]
     for speed in link.methods:
-        cells = [
-            f"{seconds_text(whole)} ({seconds_text(codec)})"
-            for whole, codec in zip(speed.seconds, speed.codec_s, strict=True)
-        ]
+        known = {
+            n: f"{seconds_text(whole)} ({seconds_text(codec)})"
+            for n, whole, codec in zip(speed.elems, speed.seconds, speed.codec_s, strict=True)
+        }
+        cells = [known.get(n, "-") for n in sizes]
         local = speed.local_s_per_elem.value * 1e9
         cells.append(f"{seconds_text(speed.local_fixed_s.value)} + {local:.3g} ns/element")
         rows.append([_wrapped(speed.method), *cells])
