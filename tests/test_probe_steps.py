@@ -78,6 +78,21 @@ def test_slower_links_get_smaller_sizes() -> None:
     assert largest(20e6) < 64 << 20
 
 
+def test_methods_that_send_little_go_further() -> None:
+    """Each method's largest size is its own; of all the small ones are the same, and repeated."""
+    costs = COSTS | {"few bytes": {n: Cost(6, 7, n // 100, 0) for n in METHOD_ELEMS}}
+    plan = sweep(4, Pace(1e-4, 8 / 50e6, 1e-4, 1.0), 60.0, ("fp32",), costs)
+    sizes = {
+        method: sorted({step.size for step, _ in plan.steps if step.what == method})
+        for method in costs
+    }
+    assert sizes["few bytes"][-1] > sizes["ring"][-1]
+    assert len({tuple(some[:1]) for some in sizes.values()}) == 1
+    repeats = Counter(step for step, _ in plan.steps if step.what == "few bytes")
+    assert [repeats[step] for step in sorted(repeats)] == sorted(repeats.values(), reverse=True)
+    assert max(repeats.values()) > 5
+
+
 @given(st.integers(1, 3 << 20))
 def test_a_group_has_all_elements(elems: int) -> None:
     """The tensors of a group have exactly the elements that were asked for."""

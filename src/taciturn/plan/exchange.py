@@ -11,6 +11,7 @@ say "extrapolated".
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -211,7 +212,9 @@ class Pricer:
                 known=False,
             )
         rests = self._rests(method, speed)
-        rest_s = _carried(speed.elems, rests, buffer.numel)
+        # A biased method codes before and after its exchange, and not beside it.
+        coding = speed.codec_s[-1] / speed.elems[-1] if method.name in _BIASED else 0.0
+        rest_s = _carried(speed.elems, rests, buffer.numel, coding)
         codec_s = _carried(speed.elems, speed.codec_s, buffer.numel)
         inside = speed.elems[0] <= buffer.numel <= speed.elems[-1]
         if not inside:
@@ -305,13 +308,23 @@ def _beyond(size_bytes: int, least_bytes: int, most_bytes: int) -> str:
     )
 
 
-def _carried(elems: tuple[int, ...], values: list[float] | tuple[float, ...], numel: int) -> float:
-    """Return a value at ``numel``: interpolated; below as the first one; above in proportion."""
+def _carried(
+    elems: Sequence[int], values: Sequence[float], numel: int, least_per_elem: float = 0.0
+) -> float:
+    """Return a value at ``numel``: interpolated; below as the first one.
+
+    Above it rises as it does between sizes, by its steepest rise to the last one; not in
+    proportion, since much of it is of rounds and not of elements.
+    """
     if numel <= elems[0]:
         return values[0]
-    if numel > elems[-1]:
-        return values[-1] * numel / elems[-1]
-    return interpolate(elems, values, numel)
+    if numel <= elems[-1]:
+        return interpolate(elems, values, numel)
+    rises = [
+        (values[-1] - value) / (elems[-1] - n)
+        for n, value in zip(elems[:-1], values[:-1], strict=True)
+    ]
+    return values[-1] + max(least_per_elem, 0.0, *rises) * (numel - elems[-1])
 
 
 def _left_out_error(speed: MethodSpeed) -> float:
