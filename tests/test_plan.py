@@ -101,6 +101,23 @@ def test_other_ranks_follow_the_closed_form() -> None:
     assert told.notes == ("64 ranks, measured with 4",)
 
 
+def test_what_rounds_cost_is_not_carried_on_with_the_size() -> None:
+    """Beyond the largest size 0.1 s of rounds stay 0.1 s, and each element costs what it did."""
+    link = make_link(
+        methods=["quantized:bits=8"], local_s_per_elem=2e-9, elems=(1024, 2**18, 2**20)
+    )
+    (speed,) = link.methods
+    slow = replace(speed, seconds=tuple(s + 0.1 for s in speed.seconds))
+    numel = 2**23
+    plain, slower = (
+        Pricer(replace(link, methods=(one,)), 4).seconds(one.method, Buffer(numel, None, 1.0))
+        for one in (speed, slow)
+    )
+    assert plain.rest_s == pytest.approx(numel * 2e-9, rel=0.05)
+    assert slower.rest_s - plain.rest_s == pytest.approx(0.1)
+    assert any("measured from" in note for note in slower.notes)
+
+
 def test_rounds_that_cost_a_processor_cost_it_for_more_ranks_too() -> None:
     """What the smallest buffer took beyond link and coding is of its rounds: 126 in place of 6."""
     link = make_link(4, local_s_per_elem=3e-9, methods=["quantized:bits=8"])
