@@ -21,6 +21,7 @@ On every link the backend's all_reduce is timed for sizes that the probe did not
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import random
@@ -110,6 +111,8 @@ def measure_again(job: Row) -> Row:
             found[name].append({"steps_s": steps[name]})
             if trainee.comm is not None:
                 trainee.comm.close()
+        del trainees, trainee, step
+        gc.collect()  # models and hooks hold each other; several passes' would not fit
     return {"methods": found}
 
 
