@@ -64,6 +64,8 @@ AGAIN, AGAIN_S = 5, 75.0
 MOST_TURNS, TURN, MOST_TURN = 30, 3, 12
 """Turns of a pass at most; steps of a turn: so many of the slowest method, at most so many of one
 that takes as long with more. The first is not timed."""
+MOST_PARAMETERS = 200_000_000
+"""Of models that take turns with each other, over all ranks: some 10 GB with what training holds."""
 WARMUPS, LEAST, MOST, PASS_S = 2, 2, 8, 2.5
 """Steps of a pass: to warm up, then at least and at most so many, for about so many seconds."""
 UNSEEN_BYTES = (4 << 10, 64 << 20)
@@ -96,24 +98,35 @@ def measure_again(job: Row) -> Row:
     batch = inputs.draw_batch(text, 1, generator)[:, :33]
     parameters, order = BUNDLED[job["model"]], random.Random(job["seed"])
     found: Row = {name: [] for name in job["names"]}
+    together = max(2, MOST_PARAMETERS // (parameters * dist.get_world_size()))
     for _ in range(AGAIN):
-        trainees = {n: Trainee(STOCK.get(n, n), parameters, 1e-3, 0) for n in job["names"]}
-        steps: dict[str, list[float]] = {name: [] for name in trainees}
-        for trainee in trainees.values():
-            for _ in range(WARMUPS):
-                trainee.step(batch)
-        for _ in range(job["turns"]):
-            for name in order.sample(job["names"], len(job["names"])):
-                step = trainees[name].step
-                count = job["steps"][name]
-                steps[name] += [timed(lambda: step(batch)) for _ in range(count)][1:]  # noqa: B023
-        for name, trainee in trainees.items():
-            found[name].append({"steps_s": steps[name]})
-            if trainee.comm is not None:
-                trainee.comm.close()
-        del trainees, trainee, step
-        gc.collect()  # models and hooks hold each other; several passes' would not fit
+        names = order.sample(job["names"], len(job["names"]))
+        for start in range(0, len(names), together):
+            some = names[start : start + together]
+            for name, steps_s in take_turns(some, parameters, batch, job, order).items():
+                found[name].append({"steps_s": steps_s})
+            gc.collect()  # models and hooks hold each other; those of two groups would not fit
     return {"methods": found}
+
+
+def take_turns(
+    names: list[str], parameters: int, batch: torch.Tensor, job: Row, order: random.Random
+) -> dict[str, list[float]]:
+    """Return the seconds of each method's timed steps, of new models in turns."""
+    trainees = {name: Trainee(STOCK.get(name, name), parameters, 1e-3, 0) for name in names}
+    steps: dict[str, list[float]] = {name: [] for name in names}
+    for trainee in trainees.values():
+        for _ in range(WARMUPS):
+            trainee.step(batch)
+    for _ in range(job["turns"]):
+        for name in order.sample(names, len(names)):
+            step = trainees[name].step
+            seconds = [timed(lambda: step(batch)) for _ in range(job["steps"][name])]  # noqa: B023
+            steps[name] += seconds[1:]
+    for trainee in trainees.values():
+        if trainee.comm is not None:
+            trainee.comm.close()
+    return steps
 
 
 def timed(run: Any) -> float:
