@@ -65,7 +65,7 @@ MOST_TURNS, TURN, MOST_TURN = 30, 3, 12
 """Turns of a pass at most; steps of a turn: so many of the slowest method, at most so many of one
 that takes as long with more. The first is not timed."""
 MOST_PARAMETERS = 200_000_000
-"""Of models that take turns with each other, over all ranks: some 10 GB with what training holds."""
+"""Of models that take turns with each other, over all ranks: about 10 GB with all they hold."""
 WARMUPS, LEAST, MOST, PASS_S = 2, 2, 8, 2.5
 """Steps of a pass: to warm up, then at least and at most so many, for about so many seconds."""
 UNSEEN_BYTES = (4 << 10, 64 << 20)
