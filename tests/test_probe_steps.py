@@ -61,7 +61,7 @@ def test_a_sweep_fits_the_budget(rate: float) -> None:
     """From 50 Mbit/s on, two sweeps of four ranks take about as long as is given for them."""
     beta = 8 / rate
     plan = sweep(4, Pace(1e-3, beta, 1e-3, 2.0), 60.0, ("fp32", "bf16"), COSTS)
-    assert plan.seconds <= 60 * SHARE_OF_A_SWEEP * 1.2
+    assert plan.seconds <= 60 * SHARE_OF_A_SWEEP * 1.3
     more = sweep(4, Pace(1e-3, beta, 1e-3, 2.0), 240.0, ("fp32", "bf16"), COSTS)
     assert more.largest_bytes >= plan.largest_bytes
     assert more.seconds >= plan.seconds

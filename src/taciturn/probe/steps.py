@@ -43,7 +43,7 @@ SHARES = {
     "pair": 0.08,
     "duplex": 0.02,
     "fp32": 0.38,
-    "bf16": 0.12,
+    "bf16": 0.22,
     "method": 0.60,  # on slow links the smallest sizes take more; on fast ones others take less
 }
 
