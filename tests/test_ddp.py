@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import math
 import os
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -970,3 +972,31 @@ def _closed() -> str:
 def test_close_ends_the_thread(pool: Ranks):
     """After close no thread of ours is left."""
     assert pool.run(_closed) == [""] * 4
+
+
+# ----------------------------------------------------------------------------------- what is left
+
+
+def _let_go(close):
+    gone = []
+    for method in ("backend", "powersgd:rank=2", "coded:passes=2"):
+        model, comm = build(method)
+        optimizer = sgd(model)
+        train(model, optimizer, range(2))
+        if close:
+            comm.close()
+        thread = comm._thread
+        gone += [weakref.ref(model), weakref.ref(model.module), weakref.ref(comm)]
+        del model, comm, optimizer
+        gc.collect()
+        thread.join(10)
+        del thread
+    gc.collect()
+    dist.barrier()
+    return sum(ref() is not None for ref in gone)
+
+
+@pytest.mark.parametrize("close", [True, False], ids=["closed", "forgotten"])
+def test_a_module_that_nobody_holds_is_freed(close, pool: Ranks):
+    """Neither the reducer nor the thread keeps model and communicator when the loop lets go."""
+    assert pool(_let_go, close) == [0] * pool.size

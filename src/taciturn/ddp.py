@@ -17,12 +17,12 @@ import math
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, get_args
-from weakref import WeakSet
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -73,7 +73,7 @@ _SPREAD_BUDGET = 0.02
 _TELL_S = 3.0
 """Longest wait until the others are told of an error: as long as they wait for reports."""
 
-_attached: WeakSet[Aggregator | Collective] = WeakSet()
+_attached: weakref.WeakSet[Aggregator | Collective] = weakref.WeakSet()
 """What holds state and is in use by some module."""
 
 
@@ -274,7 +274,10 @@ class Communicator:
         picked: Picked | None = None,
     ) -> None:
         self.picked = picked
-        self.model, self.nonfinite, self.scaler = model, nonfinite, scaler
+        # The module's reducer, where Python's garbage collector does not see it, holds this object:
+        # were the module held in turn, neither would ever go.
+        self._model = weakref.ref(model)
+        self.nonfinite, self.scaler = nonfinite, scaler
         self.aggregator, self.transport = exchange.aggregator, exchange.transport
         self.gradient_scale = 1.0
         self._closed = False
@@ -315,11 +318,26 @@ class Communicator:
                 target=self._run, args=(threads,), name="taciturn-ddp", daemon=True
             )
             self._thread.start()
+            weakref.finalize(model, self._jobs.put, ("stop", None)).atexit = False
         model.register_comm_hook(_Link(self), _on_bucket)
         model.register_forward_pre_hook(_on_forward)
         if nonfinite == "skip":
             assert optimizer is not None
             _wrap_step(optimizer, self._takes_skip)
+
+    @property
+    def model(self) -> DistributedDataParallel:
+        """The module it was attached to.
+
+        Raises:
+            InputError: it is gone, since nothing else held it.
+        """
+        model = self._model()
+        if model is None:
+            raise InputError(
+                "the module that this was attached to is gone: keep it to train it"
+            )
+        return model
 
     def _reset(self) -> None:
         self._left = [len(group.names) for group in self._exchange.groups]
