@@ -977,7 +977,7 @@ def test_close_ends_the_thread(pool: Ranks):
 # ----------------------------------------------------------------------------------- what is left
 
 
-def _let_go(close):
+def _let_go(close: bool) -> int:
     gone = []
     for method in ("backend", "powersgd:rank=2", "coded:passes=2"):
         model, comm = build(method)
@@ -999,4 +999,4 @@ def _let_go(close):
 @pytest.mark.parametrize("close", [True, False], ids=["closed", "forgotten"])
 def test_a_module_that_nobody_holds_is_freed(close, pool: Ranks):
     """Neither the reducer nor the thread keeps model and communicator when the loop lets go."""
-    assert pool(_let_go, close) == [0] * pool.size
+    assert pool.run(_let_go, close) == [0] * pool.size
