@@ -155,11 +155,11 @@ def test_folders_without_an_experiment(tmp_path: Path) -> None:
 
 
 BAD_TASKS = {
-    "it fails": ("raise RuntimeError('no data')", r"RuntimeError: no data .*bad_0\.py, line 23\)"),
+    "it fails": ("raise RuntimeError('no data')", r"RuntimeError: no data .*bad_0\.py, line 21\)"),
     "it is none": ("return 3", "returned int"),
     "its batch fails": (
         "return task(batch=lambda split, ids: torch.ones(2) @ torch.ones(3))",
-        r"RuntimeError: .*bad_2\.py, line 23\)",
+        r"RuntimeError: .*bad_2\.py, line 21\)",
     ),
     "its loss is NaN": ("return task(loss=lambda m, b: (m(b).sum() * float('nan'), 4))", "finite"),
     "it differs between ranks": (
