@@ -334,9 +334,7 @@ class Communicator:
         """
         model = self._model()
         if model is None:
-            raise InputError(
-                "the module that this was attached to is gone: keep it to train it"
-            )
+            raise InputError("the module that this was attached to is gone: keep it to train it")
         return model
 
     def _reset(self) -> None:
