@@ -34,10 +34,10 @@ def summary() -> dict[str, dict[str, Any]]:
     for row in json.loads((HERE / "local_updates.json").read_text()):
         by_method[row["method"]].append(row)
     for method, some in by_method.items():
-        # A method's value is that of its best step size, for each split, batch and seed.
+        # A method's value is that of its best step size, for each split, batch, start and seed.
         by_run: dict[tuple[Any, ...], list[float]] = defaultdict(list)
         for row in some:
-            key = (row["split"], row["sequences"], row["seed"])
+            key = (row["split"], row["sequences"], row.get("trained", 0), row["seed"])
             by_run[key].append(row["loss_ratio_to_ddp"])
         best = [min(ratios) for _, ratios in sorted(by_run.items())]
         source = (
