@@ -203,14 +203,20 @@ def _pairs(link: Link) -> Table:
 
 
 def _methods(link: Link, width: int) -> Table:
-    sizes = sorted({n for speed in link.methods for n in speed.elems})
-    rows = [["method", *(f"{elems_text(n)}\nelements" for n in sizes), "beyond the link"]]
+    # Those that all were measured with, and of each its own largest.
+    sizes = sorted(set.intersection(*(set(speed.elems) for speed in link.methods)))
+    more = any(speed.elems[-1] not in sizes for speed in link.methods)
+    head = [*(f"{elems_text(n)}\nelements" for n in sizes), *["more"] * more]
+    rows = [["method", *head, "beyond the link"]]
     for speed in link.methods:
         known = {
             n: f"{seconds_text(whole)} ({seconds_text(codec)})"
             for n, whole, codec in zip(speed.elems, speed.seconds, speed.codec_s, strict=True)
         }
-        cells = [known.get(n, "-") for n in sizes]
+        cells = [known[n] for n in sizes]
+        if more:
+            last = speed.elems[-1]
+            cells.append("-" if last in sizes else f"{elems_text(last)}: {known[last]}")
         local = speed.local_s_per_elem.value * 1e9
         cells.append(f"{seconds_text(speed.local_fixed_s.value)} + {local:.3g} ns/element")
         rows.append([_wrapped(speed.method), *cells])
