@@ -91,11 +91,15 @@ def step_seconds(method: str, parameters: int, batch: torch.Tensor) -> tuple[lis
     return seconds, codec
 
 
+def batch_of(seed: int) -> torch.Tensor:
+    """Return one sequence of 32 tokens and its next: computing is short beside what is sent."""
+    generator = torch.Generator().manual_seed(seed)
+    return inputs.draw_batch(inputs.corpus(), 1, generator)[:, :33]
+
+
 def measure_again(job: Row) -> Row:
     """Measure the steps of a few methods in turns, so that all meet the same disturbances."""
-    text = inputs.corpus()
-    generator = torch.Generator().manual_seed(2000 + dist.get_rank())
-    batch = inputs.draw_batch(text, 1, generator)[:, :33]
+    batch = batch_of(2000 + dist.get_rank())
     parameters, order = BUNDLED[job["model"]], random.Random(job["seed"])
     found: Row = {name: [] for name in job["names"]}
     together = max(2, MOST_PARAMETERS // (parameters * dist.get_world_size()))
@@ -156,9 +160,7 @@ def compute_seconds(parameters: int, batch: torch.Tensor) -> tuple[float, float]
 
 def measure_cell(job: Row) -> Row:
     """Measure the steps of some methods of one model, in random order."""
-    text = inputs.corpus()
-    generator = torch.Generator().manual_seed(1000 + dist.get_rank())
-    batch = inputs.draw_batch(text, 1, generator)[:, :33]
+    batch = batch_of(1000 + dist.get_rank())
     parameters, order = BUNDLED[job["model"]], random.Random(job["seed"])
     found: Row = {name: [] for name in job["names"]}
     computes = []
