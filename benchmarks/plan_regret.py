@@ -163,8 +163,7 @@ def measure_cell(job: Row) -> Row:
     batch = batch_of(1000 + dist.get_rank())
     parameters, order = BUNDLED[job["model"]], random.Random(job["seed"])
     found: Row = {name: [] for name in job["names"]}
-    computes = []
-    computes.append(compute_seconds(parameters, batch))
+    computes = [compute_seconds(parameters, batch)]
     for name in order.sample(job["names"], len(job["names"])):
         seconds, codec = step_seconds(STOCK.get(name, name), parameters, batch)
         found[name].append({"steps_s": seconds, "codec_s": codec})

@@ -37,7 +37,7 @@ SLOW, FAST = "50mbit", "unshaped"
 POLYNOMIAL, FOURIER = "coded:passes=4", "coded:passes=16,code=fourier"
 NARROW = "coded:passes=16,code=fourier,shuffle=true,wire=bf16"
 RAW_METHODS = ("backend", "backend:wire=bf16", "ring", POLYNOMIAL, FOURIER, NARROW)
-CODED_STEPS = ("coded:passes=4", NARROW)
+CODED_STEPS = (POLYNOMIAL, NARROW)
 FP32, BF16 = "ddp:wire=fp32,bucket={bucket}", "ddp:wire=bf16,bucket={bucket}"
 SHUFFLED = "coded:passes=16,code=fourier,shuffle=true"
 MIB = 1 << 20

@@ -21,7 +21,7 @@ from taciturn.bench.table import (
 )
 from taciturn.bench.verdicts import bytes_per_elem, coded_verdicts, dominated, family, headlines
 from taciturn.errors import InputError
-from taciturn.pages import MARGIN, Figure, figure, render_page, ticks
+from taciturn.pages import GLYPHS, MARGIN, Figure, figure, render_page, ticks
 from taciturn.units import format_size
 
 __all__ = ["html"]
@@ -35,14 +35,6 @@ _STYLES = {
     "direct": ("#a85cc2", "triangle-down"),
 }
 _OTHER = ("#b0506a", "star")
-_GLYPHS = {
-    "diamond": "\u25c6",
-    "square": "\u25a0",
-    "circle": "\u25cf",
-    "triangle-up": "\u25b2",
-    "triangle-down": "\u25bc",
-    "star": "\u2605",
-}
 _LEGENDS_APART = 0.05  # of the plot's width and height: nearer points share one label
 _CHARACTER_PX = 6.5  # of the labels' 11 px font, the widest of the fonts asked for
 _GAP_PX = 6  # between a bar and its label
@@ -402,7 +394,7 @@ def html(rows: Sequence[Row]) -> str:
     key = []
     for row in largest:
         color, symbol = _style(row)
-        key.append((numbers[row["method"]], row["method"], color, _GLYPHS[symbol]))
+        key.append((numbers[row["method"]], row["method"], color, GLYPHS[symbol]))
     conditions = {
         "ranks": rows[0]["ranks"],
         "sizes": ", ".join(format_size(size) for size in sizes),

@@ -13,7 +13,7 @@ from taciturn.compare.experiment import Experiment
 from taciturn.compare.outcome import Outcome, Regime, Share
 from taciturn.compare.table import shown_name
 from taciturn.compare.verdict import Point, Run
-from taciturn.pages import BARE_MARGIN, ROW_PX, Figure, figure, label, stacked_bars, ticks
+from taciturn.pages import BARE_MARGIN, GLYPHS, ROW_PX, Figure, figure, label, stacked_bars, ticks
 
 __all__ = ["PARTS", "Style", "bars", "foretold", "losses", "ratios", "residuals", "styles_of"]
 
@@ -28,14 +28,6 @@ _COLORS = (
     "#8a7a1f",
     "#1f8f9e",
 )
-_SYMBOLS = {
-    "square": "\u25a0",
-    "circle": "\u25cf",
-    "triangle-up": "\u25b2",
-    "diamond": "\u25c6",
-    "triangle-down": "\u25bc",
-    "star": "\u2605",
-}
 PARTS = (
     ("computing", "#7d8590"),
     ("coding", "#c8661a"),
@@ -57,12 +49,12 @@ class Style:
     @property
     def glyph(self) -> str:
         """The shape as a character."""
-        return _SYMBOLS[self.symbol]
+        return GLYPHS[self.symbol]
 
 
 def styles_of(experiment: Experiment) -> dict[str, Style]:
     """A colour and a shape for each contender."""
-    symbols = list(_SYMBOLS)
+    symbols = list(GLYPHS)
     return {
         c.method: Style(c.shown, _COLORS[i % len(_COLORS)], symbols[i % len(symbols)])
         for i, c in enumerate(experiment.contenders)

@@ -18,6 +18,7 @@ from plotly.offline import get_plotlyjs
 
 __all__ = [
     "BARE_MARGIN",
+    "GLYPHS",
     "MARGIN",
     "ROW_PX",
     "Figure",
@@ -30,6 +31,15 @@ __all__ = [
 
 Figure = dict[str, Any]
 
+GLYPHS = {
+    "square": "\u25a0",
+    "circle": "\u25cf",
+    "triangle-up": "\u25b2",
+    "diamond": "\u25c6",
+    "triangle-down": "\u25bc",
+    "star": "\u2605",
+}
+"""Characters that look like plotly's symbols of these names, for a key beside a figure."""
 MARGIN = {"l": 56, "r": 18, "t": 8, "b": 46}
 """Of a figure, in pixels."""
 BARE_MARGIN = MARGIN | {"l": 12}

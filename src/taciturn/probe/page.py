@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from taciturn.link import Fit, Link, Piece
-from taciturn.pages import MARGIN, Figure, figure, render_page, stacked_bars, ticks
+from taciturn.pages import GLYPHS, MARGIN, Figure, figure, render_page, stacked_bars, ticks
 from taciturn.probe.table import (
     between,
     curves,
@@ -296,14 +296,6 @@ def html(link: Link) -> str:
     by_size = _curves(link)
     pairs = _pairs(link)
     bars = [_methods(link)] if link.methods else []
-    glyphs = {
-        "square": "\u25a0",
-        "circle": "\u25cf",
-        "triangle-up": "\u25b2",
-        "diamond": "\u25c6",
-        "triangle-down": "\u25bc",
-        "star": "\u2605",
-    }
     return render_page(
         "taciturn.probe",
         "page.html.jinja",
@@ -312,7 +304,7 @@ def html(link: Link) -> str:
         link=link,
         drift=percent(link.drift),
         key=[
-            (name, color, glyphs[symbol])
+            (name, color, GLYPHS[symbol])
             for name, (color, symbol) in zip(curves(link), _STYLES, strict=False)
         ],
         parts=_PARTS,
