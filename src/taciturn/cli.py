@@ -20,7 +20,8 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from taciturn.errors import CodeError, InputError, MethodError, PeerError, TaciturnError
+from taciturn.ending import end_rank
+from taciturn.errors import CodeError, InputError, MethodError, TaciturnError
 
 __all__ = ["main"]
 
@@ -43,16 +44,22 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     Args:
         arguments: what follows the program's name; by default this process's own.
     """
+    rank = os.environ.get("RANK")
     try:
         app(arguments, prog_name="taciturn")
     except TaciturnError as error:
-        rank = os.environ.get("RANK")
         who = "" if rank is None else f"rank {rank}: "
         print(f"taciturn: error: {who}{error}", file=sys.stderr, flush=True)
-        if rank is not None and isinstance(error, PeerError):
-            os._exit(1)  # the usual exit waits for gloo's threads, and they for the lost rank
-        sys.exit(2 if isinstance(error, MethodError | InputError | CodeError) else 1)
-    sys.exit(0)
+        status = 2 if isinstance(error, MethodError | InputError | CodeError) else 1
+    except SystemExit as end:  # what typer ends with, always
+        if not (end.code is None or isinstance(end.code, int)):
+            raise
+        status = end.code or 0
+    else:
+        status = 0
+    if rank is not None:
+        end_rank(status)
+    sys.exit(status)
 
 
 @contextmanager

@@ -6,5 +6,6 @@ import sys
 from pathlib import Path
 
 from taciturn.compare.sessions import run_rank
+from taciturn.ending import end_rank
 
-sys.exit(run_rank(Path(sys.argv[1])))
+end_rank(run_rank(Path(sys.argv[1])))

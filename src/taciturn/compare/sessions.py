@@ -194,7 +194,7 @@ def _looks() -> Iterator[None]:
 
 
 def run_rank(folder: Path) -> int:
-    """Be a rank that :class:`Networks` has started: the exit status."""
+    """Be a rank that :class:`Networks` has started: the status to end with."""
     rank = int(os.environ["RANK"])
     try:
         asked = json.loads((folder / "asked.json").read_text())
@@ -216,8 +216,7 @@ def run_rank(folder: Path) -> int:
         failure = {"kind": kind, "rank": rank, "text": text}
         write_whole(folder / f"failure-{rank}.json", json.dumps(failure))
         traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)  # an orderly exit might wait for ranks that are lost
+        return 1
     return 0
 
 

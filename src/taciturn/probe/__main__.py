@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from taciturn.ending import end_rank
 from taciturn.probe.run import run_rank
 
-sys.exit(run_rank(Path(sys.argv[1])))
+end_rank(run_rank(Path(sys.argv[1])))

@@ -88,7 +88,7 @@ def run_rank(folder: Path, work: Work) -> int:
             there is the result.
 
     Returns:
-        The exit status: 0, or 1 after an error.
+        The status to end with (:func:`~taciturn.ending.end_rank`): 0, or 1 after an error.
     """
     rank = int(os.environ["RANK"])
     try:
@@ -109,17 +109,11 @@ def run_rank(folder: Path, work: Work) -> int:
         }
         write_whole(folder / f"failure-{rank}.json", json.dumps(failure))
         print(f"taciturn: error: {error}", file=sys.stderr, flush=True)
-        _leave()
+        return 1
     except Exception:
         traceback.print_exc()
-        _leave()
+        return 1
     return 0
-
-
-def _leave() -> None:
-    """End at once: in an orderly exit gloo's threads might wait for ranks that are lost."""
-    sys.stderr.flush()
-    os._exit(1)
 
 
 def _failure(folder: Path, result: RunResult) -> TaciturnError:
