@@ -41,6 +41,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("COLUMNS", "80")
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(cli, "end_rank", sys.exit)  # this process goes on
 
     def run(*arguments: str) -> Outcome:
         with pytest.raises(SystemExit) as ended:
