@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_trainee import mean, slowest
 from taciturn import Accumulation
 from taciturn.bench import inputs
+from taciturn.ending import end_rank
 from taciturn.testbed import Testbed
 from taciturn.units import parse_rate
 
@@ -142,7 +143,7 @@ def rank_main(job: dict[str, Any]) -> None:
     if dist.get_rank() == 0:
         Path(job["out"]).write_text(json.dumps(row))
     dist.barrier()
-    dist.destroy_process_group()
+    end_rank(0)
 
 
 def main() -> None:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from ddp_losses import PARAMETERS, RATE, SEQUENCES, split_corpus
 from taciturn.aggregators.base import Group
 from taciturn.bench import inputs
+from taciturn.ending import end_rank
 from taciturn.methods import aggregator
 from taciturn.testbed import Testbed
 from taciturn.transport import DistributedTransport
@@ -172,6 +173,6 @@ if __name__ == "__main__":
         if dist.get_rank() == 0:
             Path(os.environ["TACITURN_DDP_PARAMETERS"]).write_text(json.dumps(result))
         dist.barrier()
-        dist.destroy_process_group()
+        end_rank(0)
     else:
         main()

@@ -30,6 +30,7 @@ import torch.distributed as dist
 import ddp_losses
 from ddp_trainee import METHODS, STOCK, Trainee, mean, slowest
 from taciturn.bench import inputs
+from taciturn.ending import end_rank
 from taciturn.testbed import Testbed
 from taciturn.units import parse_rate
 
@@ -109,7 +110,7 @@ def rank_main(job: dict[str, Any]) -> None:
         if dist.get_rank() == 0:
             out.write_text(json.dumps(rows))
     dist.barrier()
-    dist.destroy_process_group()
+    end_rank(0)
 
 
 def run_ranks(ranks: int, rate: int | None, job: dict[str, Any]) -> list[dict[str, Any]]:

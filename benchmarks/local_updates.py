@@ -32,6 +32,7 @@ from ddp_losses import CLIP_NORM, PARAMETERS, interval, split_corpus
 from ddp_trainee import mean, slowest
 from taciturn import DiLoCo, LocalSGD, ddp
 from taciturn.bench import inputs
+from taciturn.ending import end_rank
 from taciturn.testbed import Testbed
 from taciturn.units import parse_rate
 
@@ -311,7 +312,7 @@ def rank_main(job: dict[str, Any]) -> None:
                         part.write_text(f"[\n{lines}\n]\n")
                         part.replace(out)
     dist.barrier()
-    dist.destroy_process_group()
+    end_rank(0)
 
 
 def main() -> None:

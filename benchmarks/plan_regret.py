@@ -38,6 +38,7 @@ import torch.distributed as dist
 
 from ddp_trainee import Trainee, mean, slowest
 from taciturn.bench import inputs
+from taciturn.ending import end_rank
 from taciturn.errors import InputError
 from taciturn.link import Link
 from taciturn.plan import CANDIDATES, Compute, Plan, make_plan, parse_model
@@ -234,7 +235,7 @@ def rank_main(job: Row) -> None:
     if dist.get_rank() == 0:
         Path(job["out"]).write_text(json.dumps(row))
     dist.barrier()
-    dist.destroy_process_group()
+    end_rank(0)
 
 
 # ------------------------------------------------------------------------------- the driver

@@ -37,6 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from taciturn import ddp
 from taciturn.bench import inputs
+from taciturn.ending import end_rank
 from taciturn.testbed import Testbed
 from taciturn.trace import CodecCost, parse_change, predict
 from taciturn.trace.analysis import Analysis, analyse
@@ -135,7 +136,7 @@ def rank_main(job: dict[str, Any]) -> None:
     if communicator is not None:
         communicator.close()
     dist.barrier()
-    dist.destroy_process_group()
+    end_rank(0)
 
 
 def run(rate: str, arguments: argparse.Namespace, **job: Any) -> dict[str, Any]:
