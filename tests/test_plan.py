@@ -20,7 +20,7 @@ from taciturn.methods import parse
 from taciturn.plan import Compute, Model, Plan, auto, make_plan, parse_model
 from taciturn.plan.candidates import BASELINES, CANDIDATES, allowed, candidate_of, key_of
 from taciturn.plan.choice import rate_text
-from taciturn.plan.exchange import LEAST_ERROR, Pricer
+from taciturn.plan.exchange import FEEDBACK_PASSES, LEAST_ERROR, Pricer
 from taciturn.plan.model import Buffer
 from taciturn.plan.pick import picked_from
 from taciturn.plan.quality import losses_of
@@ -286,6 +286,36 @@ def test_cores_that_are_shared_slow_backward() -> None:
         steps.append(next(p for p in made.predictions if p.name == "quantized:bits=8").step_s.value)
     assert steps[1] > steps[0] * 1.05
     assert any("share 2 cores" in note for note in made.notes)
+
+
+def test_passes_over_gradients_wait_for_ranks_that_share_the_cores() -> None:
+    """Error feedback costs its passes as often as there are ranks to a core."""
+
+    def feedback_s(cores: int) -> float:
+        link, buffer = make_link(8, cores=cores), Buffer(2**20, None, 1.0)
+        plain, fed = (
+            Pricer(link, 8).seconds(f"quantized:bits=8{more}", buffer).total_s()
+            for more in ("", ",feedback=true")
+        )
+        return fed - plain
+
+    passes_s = FEEDBACK_PASSES * 4 * 2**20 * 1e-10
+    for cores, ranks_to_a_core in ((16, 1), (8, 1), (4, 2), (2, 4)):
+        assert feedback_s(cores) == pytest.approx(ranks_to_a_core * passes_s)
+
+
+def test_the_further_a_size_is_beyond_the_probe_the_less_is_known() -> None:
+    """Of coding, which is carried on; what the closed form says of the link is known."""
+
+    def errors(local_s_per_elem: float) -> list[float]:
+        pricer = Pricer(make_link(local_s_per_elem=local_s_per_elem), 4)
+        sizes = (2**23, 2**24, 2**26, 2**28)
+        return [pricer.seconds("quantized:bits=8", Buffer(n, None, 1.0)).error for n in sizes]
+
+    inside, *beyond = errors(1e-6)  # nearly all of it is coding
+    assert inside == pytest.approx(LEAST_ERROR)
+    assert beyond == pytest.approx([0.25, 0.75, 1.25], rel=0.1)
+    assert errors(0.0)[1:] == pytest.approx([math.hypot(LEAST_ERROR, 0.25)] * 3)
 
 
 def test_losses_come_with_their_source() -> None:

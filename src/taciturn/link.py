@@ -313,6 +313,15 @@ class Link:
         """Most ranks that share the cores of one machine, if they are spread evenly."""
         return -(-self.ranks // self.hosts)
 
+    @property
+    def crowding(self) -> float:
+        """Ranks that share a core, at least 1: so many wait for each other's computing."""
+        return max(1.0, self.ranks_per_host / self.cores)
+
+    def pass_s(self, size_bytes: int) -> float:
+        """Seconds until all ranks have passed once over so many bytes of gradients each."""
+        return self.gamma_s_per_byte.value * size_bytes * self.crowding
+
     def to_json(self) -> dict[str, Any]:
         """Plain values, as in the file. Law: ``Link.from_json(link.to_json()) == link``."""
         return {"format": FORMAT, "version": VERSION, **asdict(self)}

@@ -39,7 +39,8 @@ LEAST_ERROR = 0.035
 """Relative error of any prediction of an exchange: the standard error of a measured step, median
 over the rows of ``benchmarks/ddp_step.json``: what is measured no better is predicted no better."""
 CARRIED_ON_ERROR = 0.25
-"""More, where sizes or the number of ranks lie outside of what was measured."""
+"""More, where sizes or the number of ranks lie outside of what was measured. At least: of what a
+method takes beside its closed form, so much for each doubling of its largest size."""
 SHAPES_ERROR = 0.10
 """More, where coding depends on shapes and was measured with others."""
 UNMEASURED_ERROR = 1.0
@@ -126,7 +127,7 @@ class Pricer:
         return _plus(made, FEEDBACK_PASSES * self._pass_s(buffer)) if more else made
 
     def _pass_s(self, buffer: Buffer) -> float:
-        return self.link.gamma_s_per_byte.value * ELEMENT_BYTES * buffer.numel
+        return self.link.pass_s(ELEMENT_BYTES * buffer.numel)
 
     # -- the backend's own
 
@@ -140,9 +141,10 @@ class Pricer:
         fit, notes = self._curve(wire)
         size_bytes = item_bytes * buffer.numel
         link = all_reduce_seconds(fit, self.link.ranks, size_bytes, self.ranks)
-        notes += self._ranks_note()
         if not fit.covers(size_bytes):
             notes += (_beyond(size_bytes, fit.sizes_bytes[0], fit.sizes_bytes[-1]),)
+        carried = CARRIED_ON_ERROR if notes else 0.0
+        notes += self._ranks_note()
         rest_s = codec_s = 0.0
         error = fit.leave_one_out_error
         narrow = item_bytes != ELEMENT_BYTES
@@ -160,7 +162,7 @@ class Pricer:
             link=link,
             rest_s=rest_s,
             codec_s=codec_s,
-            own_error=self._own_error(error, notes),
+            own_error=self._own_error(error, carried),
             shared_error=self._shared_error,
             sent_bytes=None,
             workspace_bytes=item_bytes * buffer.numel if narrow else 0,
@@ -204,7 +206,7 @@ class Pricer:
                 link=link,
                 rest_s=self._pass_s(buffer),
                 codec_s=self._pass_s(buffer),
-                own_error=self._own_error(UNMEASURED_ERROR, notes),
+                own_error=self._own_error(UNMEASURED_ERROR),
                 shared_error=self._shared_error,
                 sent_bytes=sent,
                 workspace_bytes=workspace,
@@ -225,6 +227,11 @@ class Pricer:
             link, rest_s = link.scaled(total_s / link.total_s), 0.0
         if self.ranks != self.link.ranks:
             rest_s = self._of_more_ranks(method, buffer, known[0].rounds, rest_s, rests, speed)
+        carried = 0.0
+        if not inside:
+            doublings = max(0.0, math.log2(buffer.numel / speed.elems[-1]))
+            share = rest_s / (rest_s + link.total_s) if rest_s else 0.0
+            carried = CARRIED_ON_ERROR * max(1.0, doublings * share)
         error = _left_out_error(speed)
         if method.name == "powersgd":
             error = math.hypot(error, SHAPES_ERROR)
@@ -232,7 +239,7 @@ class Pricer:
             link=link,
             rest_s=rest_s,
             codec_s=codec_s,
-            own_error=self._own_error(error, notes),
+            own_error=self._own_error(error, carried),
             shared_error=self._shared_error,
             sent_bytes=sent,
             workspace_bytes=workspace,
@@ -286,8 +293,7 @@ class Pricer:
             return ()
         return (f"{self.ranks} ranks, measured with {self.link.ranks}",)
 
-    def _own_error(self, fitted: float, notes: tuple[str, ...]) -> float:
-        more = CARRIED_ON_ERROR if set(notes) - set(self._ranks_note()) else 0.0
+    def _own_error(self, fitted: float, more: float = 0.0) -> float:
         return math.hypot(LEAST_ERROR, min(fitted, UNMEASURED_ERROR), more)
 
     @property

@@ -22,7 +22,7 @@ STOCK_PASSES, IN_PLACE_PASSES, HOOK_PASSES = 2, 3, 4
 """Passes over all gradients beside the exchange: DDP copies them into its buckets and back; our
 hook looks whether all are finite; and where its groups are not DDP's buckets, it copies as well."""
 
-STOCK_S, HOOK_S = 0.001, 0.004
+STOCK_S, HOOK_S = 0.001, 0.003
 """Processor seconds of DDP's own code and of our hook's in a step, beside passes over gradients and
 what the probe measures: what the steps of ``benchmarks/plan_regret.work.jsonl`` took beyond the
 rest, median over all methods. Ranks that share cores wait for each other's."""
@@ -105,8 +105,8 @@ class Predictor:
         self.sharing = min(1.0, max(0.0, (2 * per_host - self.link.cores) / per_host))
         # Of ranks that take turns on cores the last one has made no gradient while others make
         # theirs, and each buffer waits for the last.
-        self.turn = min(1.0, self.link.cores / per_host)
-        self.own_code_s = (STOCK_S if candidate.stock else HOOK_S) / self.turn
+        self.turn = 1 / self.link.crowding
+        self.own_code_s = (STOCK_S if candidate.stock else HOOK_S) * self.link.crowding
         # What an exchange takes of a core though no coding is in it: the system's copies.
         self.taken = 1 - 1 / max(1.0, self.link.matmul_beside_link.value)
 
@@ -116,7 +116,7 @@ class Predictor:
         passes = IN_PLACE_PASSES if self.in_place else HOOK_PASSES
         if self.candidate.stock:
             passes = STOCK_PASSES
-        return passes * self.link.gamma_s_per_byte.value * ELEMENT_BYTES * self.model.numel
+        return passes * self.link.pass_s(ELEMENT_BYTES * self.model.numel)
 
     @cached_property
     def own_error(self) -> float:
