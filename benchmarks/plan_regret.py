@@ -445,6 +445,7 @@ def link_results(work: Work) -> list[Row]:
                 else TCP_GOODPUT * rate * link.both_ways.beta_s_per_byte.value / 8,
                 "unseen_median_error": statistics.median(errors),
                 "unseen_p90_error": statistics.quantiles(errors, n=10)[-1],
+                "unseen_errors": errors,
             }
         )
     return rows
@@ -464,7 +465,8 @@ def result(work: Work) -> Row:
         quality: [c for first in firsts if (c := cell_result(work, first, quality)) is not None]
         for quality in QUALITIES
     }
-    errors = errors_of(work)
+    errors, links = errors_of(work), link_results(work)
+    unseen = [error for link in links for error in link["unseen_errors"]]
     relative = [abs(e["predicted_s"] / e["measured_s"] - 1) for e in errors]
     return {
         "cells": by_quality["any"],
@@ -489,7 +491,9 @@ def result(work: Work) -> Row:
             }
             for quality, cells in by_quality.items()
         },
-        "links": link_results(work),
+        "links": links,
+        "unseen_median_error": statistics.median(unseen) if unseen else None,
+        "unseen_p90_error": statistics.quantiles(unseen, n=10)[-1] if unseen else None,
         "predictions": errors,
     }
 
@@ -504,6 +508,10 @@ def table(found: Row) -> str:
             f"{one['probe_s']:.0f} s, beta {'-' if beta is None else f'{beta:.3f}'} of goodput, "
             f"unseen all_reduces off by {one['unseen_median_error']:.1%} (p90 "
             f"{one['unseen_p90_error']:.1%})"
+        )
+    if found["links"]:
+        lines.append(
+            f"all: off by {found['unseen_median_error']:.1%} (p90 {found['unseen_p90_error']:.1%})"
         )
     for quality, of in found["by_quality"].items():
         share = of["share_within_5_percent"]
