@@ -222,6 +222,48 @@ def test_the_crossover_is_where_the_choice_changes() -> None:
         assert plan(other, methods=methods).recommendation.name == name
 
 
+def test_what_gains_next_to_nothing_is_not_recommended() -> None:
+    """A step of minutes is not made another algorithm's for a second, however sure that is."""
+    made = make_plan(GPT, make_link(4, 200e6), Compute(300.0))
+    assert made.recommendation.name in BASELINES
+    assert "would gain" in made.recommendation.sentence
+    assert "less than 1% of it" in made.recommendation.sentence
+    assert plan(make_link(4, 200e6)).recommendation.name not in BASELINES
+
+
+def test_measurements_that_contradict_their_line_are_told_of() -> None:
+    """A file that was edited, or one outlier of x20, is not planned with in silence."""
+    link = make_link(4)
+    curve = link.all_reduce["bf16"]
+    odd = replace(curve, seconds=(*curve.seconds[:-1], 20 * curve.seconds[-1]))
+    made = plan(replace(link, all_reduce={**link.all_reduce, "bf16": odd}))
+    (said,) = (note for note in made.notes if "do not trust this plan" in note)
+    assert "all_reduce of bf16" in said
+    assert "by a factor of 20" in said
+    assert not any("do not trust" in note for note in plan(link).notes)
+
+
+def test_a_method_of_the_link_that_nobody_knows_is_the_links_fault() -> None:
+    """It is not said as if --methods were wrong."""
+    link = make_link(4)
+    odd = replace(link.methods[0], method="foo")
+    with pytest.raises(InputError, match="the link has a method that is not known"):
+        plan(replace(link, methods=(odd,)))
+
+
+def test_many_buffers_are_joined_on_the_timeline() -> None:
+    """As many as anybody has are planned with in the same way: seconds differ by little."""
+    sizes = [1 << 14] * 5000
+    many, few = (Model("m", sizes=tuple(some)) for some in (sizes, sizes[: 1 << 10]))
+    link = make_link(4, alpha_s=0.0)
+    steps = [plan(link, model).predictions for model in (many, few)]
+    by_name = [{p.name: p for p in predictions} for predictions in steps]
+    for name, row in by_name[0].items():
+        exchange_s = by_name[1][name].exchange_s * len(sizes) / (1 << 10)
+        assert row.exchange_s == pytest.approx(exchange_s, rel=0.01)
+        assert row.step_s.value >= COMPUTE.step_s
+
+
 def test_quality_decides_what_may_be_recommended() -> None:
     """Replicas that differ are never recommended where every one must be right."""
     link = make_link(

@@ -96,20 +96,46 @@ def test_a_module_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         "def bad(): raise OSError('no weights')\n"
         "def number(): return 3\n"
         "thing = 3\n"
+        "import sys\n"
+        "def leaves(): sys.exit(0)\n"
+        "def two_lines(): raise ValueError('one\\ntwo')\n"
+        "def lazy(): return torch.nn.LazyLinear(3)\n"
+        "def complex(): return torch.nn.Linear(3, 5, dtype=torch.complex64)\n"
+        "half = torch.nn.Linear(3, 5).half()\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     model = parse_model("own_model_of_test:net")
     assert model.tensors == (("1.bias", (7,)), ("1.weight", (7, 5)), ("0.bias", (5,)))
+    made = parse_model("own_model_of_test:half")  # a module itself will do
+    assert made.numel == 20
+    assert made.notes == ("Gradients of torch.float16 are counted as fp32.",)
     for what, words in (
         ("frozen", "no parameters that are trained"),
         ("bad", "failed when it was called.*OSError: no weights"),
         ("number", "returned a int"),
         ("thing", "that is a int"),
-        ("nothing", "no attribute 'nothing'"),
+        ("nothing", "has no 'nothing'"),
+        ("leaves", r"failed when it was called.*SystemExit: 0 \(.*line 11\)"),
+        ("two_lines", "ValueError: one two"),
+        ("lazy", "weight has no shape yet"),
+        ("complex", "complex64, and only real gradients"),
     ):
         with pytest.raises(InputError, match=words):
             parse_model(f"own_model_of_test:{what}")
+
+
+@pytest.mark.parametrize("text", ["raise OSError('at import')", "import sys; sys.exit(3)", "def"])
+def test_a_module_that_cannot_be_imported(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever its own code does, it is one line, and never this program's end."""
+    name = f"no_import_of_test_{len(text)}"
+    (tmp_path / f"{name}.py").write_text(f"{text}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(InputError, match="cannot be imported") as caught:
+        parse_model(f"{name}:net")
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +149,9 @@ def test_a_module_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         ("10", "10 bytes is no whole number of fp32 elements"),
         ("25mbit", "unit 'mbit'"),
         ("no_such_module_here:net", "No module named"),
-        (":net", "Empty module name"),
+        (":net", "no module and a name in it"),
+        ("..net:build", "no module and a name in it"),
+        ("net:build:more", "no module and a name in it"),
     ],
 )
 def test_no_model(text: str, words: str) -> None:

@@ -84,14 +84,14 @@ def test_a_size_that_makes_no_sense_says_what_does(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("180ms", 0.18), ("2.5 s", 2.5), ("3min", 180), ("40us", 4e-5), ("1ns", 1e-9)],
+    [("180ms", 0.18), ("2.5 s", 2.5), ("3min", 180), ("40us", 4e-5), ("1ns", 1e-9), ("3h", 10800)],
 )
 def test_durations_have_a_unit(text: str, seconds: float) -> None:
-    """A duration is in seconds or a part of one, or minutes."""
+    """A duration is in seconds or a part of one, minutes or hours."""
     assert parse_seconds(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "0s", "0ms", "-1s", "nan", "180", "3h", "1e3s", "5 MB"])
+@pytest.mark.parametrize("text", ["", "0s", "0ms", "-1s", "nan", "180", "3d", "1e3s", "5 MB"])
 def test_a_duration_that_makes_no_sense_says_what_does(text: str) -> None:
     """The error quotes the text and shows a duration that would be accepted."""
     with pytest.raises(InputError, match="180ms") as caught:

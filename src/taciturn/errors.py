@@ -86,7 +86,8 @@ def described(error: BaseException) -> str:
     The place is the innermost one that is neither in Python's library, an installed package nor
     here; there is none where all of them are.
     """
-    said = f"{type(error).__name__}: {error}"
+    text = " ".join(str(error).split())  # one line
+    said = f"{type(error).__name__}: {text}" if text else type(error).__name__
     if isinstance(error, SyntaxError):  # says the place itself
         return said
     for frame in reversed(traceback.extract_tb(error.__traceback__)):

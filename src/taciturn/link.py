@@ -37,6 +37,9 @@ __all__ = [
 FORMAT = "taciturn.link"
 VERSION = 2
 
+MOST_CODEC = 1.5
+"""Of a call's seconds: both are medians over calls, and of two ranks."""
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -116,7 +119,7 @@ class Fit:
                 "give one each"
             )
         for size in self.sizes_bytes:
-            check_whole("sizes_bytes", size, 0)
+            check_whole("sizes_bytes", size, 1)
         for one in self.seconds:
             check_number("seconds", one, 0, above=True)
         self._check_pieces()
@@ -157,6 +160,15 @@ class Fit:
         check_number("size_bytes", size_bytes, 0)
         piece = max((p for p in self.pieces if p.from_bytes <= size_bytes), key=_from_bytes)
         return piece.start_s + piece.beta_s_per_byte * (size_bytes - piece.from_bytes)
+
+    def farthest(self) -> tuple[int, float]:
+        """The size whose seconds are farthest from the line, and by which factor, from 1 on."""
+        told = [max(self.seconds_at(size), 1e-300) for size in self.sizes_bytes]
+        factors = [
+            max(one / line, line / one) for one, line in zip(self.seconds, told, strict=True)
+        ]
+        factor = max(factors)
+        return self.sizes_bytes[factors.index(factor)], factor
 
     def covers(self, size_bytes: float) -> bool:
         """Whether the size lies between the smallest and the largest that was measured.
@@ -211,6 +223,13 @@ class MethodSpeed:
                 raise InputError(f"{len(values)} {name} for {len(self.elems)} elems: give one each")
             for value in values:
                 check_number(name, value, 0)
+        for n in self.elems:
+            check_whole("elems", n, 1)
+        for codec_s, seconds in zip(self.codec_s, self.seconds, strict=True):
+            if codec_s > MOST_CODEC * seconds:
+                raise InputError(
+                    f"codec_s={codec_s:g} of {seconds:g} seconds: coding is a part of them"
+                )
 
 
 @dataclass(frozen=True)
@@ -307,6 +326,9 @@ class Link:
             check_whole("slow_rank", self.slow_rank, 0, self.ranks - 1)
         for rank in (one for pair in self.slow_links for one in pair):
             check_whole("slow_links", rank, 0, self.ranks - 1)
+        for warning in self.warnings:
+            if not warning.isprintable():
+                raise InputError(f"warnings: {warning!r} is no line of plain text")
 
     @property
     def ranks_per_host(self) -> int:
@@ -369,7 +391,7 @@ class Link:
             InputError: it cannot be read, or is no link; the message names the file.
         """
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = json.loads(path.read_text(encoding="utf-8-sig"))
         except OSError as error:
             raise InputError(
                 f"cannot read {path}: {error.strerror}; taciturn probe --out FILE writes a link"

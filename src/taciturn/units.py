@@ -41,6 +41,7 @@ SECOND_UNITS = {
     "ms": Fraction(1, 10**3),
     "s": Fraction(1),
     "min": Fraction(60),
+    "h": Fraction(3600),
 }
 
 _QUANTITY = re.compile(
@@ -117,9 +118,12 @@ def format_size(size_bytes: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration to three digits: ``"1.23 s"``, ``"45.6 ms"``, ``"789 us"``, ``"5 min 3 s"``."""
+    """A duration to three digits: ``"1.23 s"``, ``"45.6 ms"``, ``"5 min 3 s"``, ``"2 h 5 min"``."""
     if seconds < 0:
         return "-" + format_seconds(-seconds)
+    if seconds >= 7170:
+        hours, rest = divmod(round(seconds / 60), 60)
+        return f"{hours} h {rest} min"
     if seconds >= 119.5:
         minutes, rest = divmod(round(seconds), 60)
         return f"{minutes} min {rest} s"

@@ -23,15 +23,20 @@ from taciturn.plan.candidates import (
 )
 from taciturn.plan.exchange import Pricer
 from taciturn.plan.model import Model
-from taciturn.plan.prediction import MOST_PIECES, Prediction, Predictor, unpriced
+from taciturn.plan.prediction import Prediction, Predictor, unpriced
 from taciturn.plan.quality import Losses, losses_of
 from taciturn.plan.timing import Compute
 from taciturn.ranges import check_whole
-from taciturn.units import format_seconds
+from taciturn.units import format_seconds, format_size
 
 __all__ = ["Crossover", "Plan", "Recommendation", "make_plan", "rate_text"]
 
 MOST_RANKS = 1_000_000
+LEAST_GAIN = 0.01
+"""Of the step: what gains less is not worth another method."""
+MOST_OFF = 10.0
+"""Factor between a measurement and its line beyond which a curve is not to be trusted; short calls
+on busy machines are off by up to eight."""
 SCALES = tuple(10 ** (exponent / 4) for exponent in range(-12, 13))
 """Factors of the link's seconds per byte at which the recommendation is looked at: a thousandth to
 a thousand, four to a decade; between two that differ the crossover is searched."""
@@ -140,7 +145,13 @@ def make_plan(
     """
     demand = check_quality(quality)
     ranks = link.ranks if ranks is None else ranks
-    check_whole("ranks", ranks, 2, MOST_RANKS, hint="one rank has nobody to average with")
+    check_whole(
+        "ranks",
+        ranks,
+        2,
+        MOST_RANKS,
+        hint="" if ranks > 1 else "one rank has nobody to average with",
+    )
     if not link.all_reduce:
         raise InputError("this link has no curve of the backend's all_reduce: probe it again")
     weighed = candidates(methods)
@@ -168,12 +179,20 @@ def make_plan(
         left_out=left_out,
         losses={c.name: found for c in known if (found := losses_of(c)) is not None},
         recommendation=_Chooser(predictors, demand, rate).recommend(rows),
-        notes=_notes(link, ranks, compute),
+        notes=(*model.notes, *_notes(link, ranks, compute)),
     )
 
 
 def _notes(link: Link, ranks: int, compute: Compute) -> tuple[str, ...]:
     notes = [f"The probe said: {warning}" for warning in link.warnings]
+    for what, curve in (("a round both ways", link.both_ways), *link.all_reduce.items()):
+        size, factor = curve.farthest()
+        if factor > MOST_OFF:
+            called = f"all_reduce of {what}" if what in link.all_reduce else what
+            notes.append(
+                f"What was measured of {called} at {format_size(size)} is off its own line by a "
+                f"factor of {factor:.3g}: do not trust this plan; probe again."
+            )
     if ranks != link.ranks:
         notes.append(
             f"Extrapolated: the link was measured with {link.ranks} ranks. For {ranks} the closed "
@@ -198,7 +217,7 @@ def _notes(link: Link, ranks: int, compute: Compute) -> tuple[str, ...]:
 def _half(predictor: Predictor, error: float, scale: float) -> float:
     """Return by how much a step may be off."""
     low, high = (
-        predictor.step_s(scale, max(0.0, 1 + sign * error), MOST_PIECES) for sign in (-1, 1)
+        predictor.step_s(scale, max(0.0, 1 + sign * error), roughly=True) for sign in (-1, 1)
     )
     return (high - low) / 2
 
@@ -235,14 +254,14 @@ class _Chooser:
         """
 
         def seconds(p: Predictor) -> float:
-            return p.step_s(scale, 1.0, MOST_PIECES)
+            return p.step_s(scale, roughly=True)
 
         base = min(self.baselines, key=seconds)
         base_s = seconds(base)
         best, gain, doubt = base.candidate, 0.0, _half(base, base.error, scale)
         for method in self.methods:
             faster_by_s, uncertainty = base_s - seconds(method), _doubt(method, base, scale)
-            if faster_by_s > max(gain, uncertainty):
+            if faster_by_s > max(gain, uncertainty, LEAST_GAIN * base_s):
                 best, gain, doubt = method.candidate, faster_by_s, uncertainty
         return best, gain, doubt
 
@@ -305,10 +324,15 @@ class _Chooser:
             slower = format_seconds(-difference)
             return f"{said}, and the nearest method, {nearest.name}, would be {slower} slower"
         (baseline,) = (p for p in self.baselines if p.candidate.name == base.name)
-        doubt = format_seconds(_doubt(methods[nearest.name], baseline))
+        doubt = _doubt(methods[nearest.name], baseline)
+        why = (
+            f"within the uncertainty of {format_seconds(doubt)}"
+            if difference <= doubt
+            else f"less than {LEAST_GAIN:.0%} of it"
+        )
         return (
             f"{said}; the nearest method, {nearest.name}, would gain {format_seconds(difference)}, "
-            f"which is within the uncertainty of {doubt}"
+            f"which is {why}"
         )
 
     def _where(self, name: str, crossovers: Sequence[Crossover]) -> str:

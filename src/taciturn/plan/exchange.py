@@ -26,12 +26,12 @@ from taciturn.cost import (
     option,
     schedule,
 )
+from taciturn.errors import InputError, MethodError
 from taciturn.grammar import Method
 from taciturn.link import Fit, Link, MethodSpeed
 from taciturn.methods import parse
 from taciturn.plan.candidates import key_of
 from taciturn.plan.model import Buffer
-from taciturn.units import format_size
 
 __all__ = ["ExchangeSeconds", "Pricer"]
 
@@ -102,7 +102,11 @@ class Pricer:
 
     def __init__(self, link: Link, ranks: int) -> None:
         self.link, self.ranks = link, ranks
-        self._speeds = {key_of(speed.method): speed for speed in link.methods}
+        try:
+            self._speeds = {key_of(speed.method): speed for speed in link.methods}
+        except MethodError as error:
+            raise InputError(f"the link has a method that is not known: {error}") from error
+        self._rests_of: dict[str, list[float]] = {}
         self._made: dict[tuple[object, ...], ExchangeSeconds] = {}
 
     def seconds(self, method_text: str, buffer: Buffer) -> ExchangeSeconds:
@@ -143,6 +147,7 @@ class Pricer:
         link = all_reduce_seconds(fit, self.link.ranks, size_bytes, self.ranks)
         if not fit.covers(size_bytes):
             notes += (_beyond(size_bytes, fit.sizes_bytes[0], fit.sizes_bytes[-1]),)
+        gloo = self.link.backend == "gloo"  # which sends as a ring does; others choose
         carried = CARRIED_ON_ERROR if notes else 0.0
         notes += self._ranks_note()
         rest_s = codec_s = 0.0
@@ -164,7 +169,7 @@ class Pricer:
             codec_s=codec_s,
             own_error=self._own_error(error, carried),
             shared_error=self._shared_error,
-            sent_bytes=None,
+            sent_bytes=2 * (self.ranks - 1) * size_bytes // self.ranks if gloo else None,
             workspace_bytes=item_bytes * buffer.numel if narrow else 0,
             notes=notes,
         )
@@ -213,7 +218,9 @@ class Pricer:
                 notes=(*notes, "its coding was not measured on this link"),
                 known=False,
             )
-        rests = self._rests(method, speed)
+        rests = self._rests_of.get(speed.method)
+        if rests is None:
+            rests = self._rests_of[speed.method] = self._rests(method, speed)
         # A biased method codes before and after its exchange, and not beside it.
         coding = speed.codec_s[-1] / speed.elems[-1] if method.name in _BIASED else 0.0
         rest_s = _carried(speed.elems, rests, buffer.numel, coding)
@@ -309,9 +316,17 @@ def _plus(made: ExchangeSeconds, more_s: float) -> ExchangeSeconds:
 
 def _beyond(size_bytes: int, least_bytes: int, most_bytes: int) -> str:
     return (
-        f"a buffer of {format_size(size_bytes)}, measured from {format_size(least_bytes)} to "
-        f"{format_size(most_bytes)}"
+        f"a buffer of {_size(size_bytes)}, measured from {_size(least_bytes)} to "
+        f"{_size(most_bytes)}"
     )
+
+
+def _size(size_bytes: int) -> str:
+    """Return a size to three digits."""
+    for factor, unit in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if size_bytes >= factor:
+            return f"{float(f'{size_bytes / factor:.3g}'):g} {unit}"
+    return f"{size_bytes} B"
 
 
 def _carried(

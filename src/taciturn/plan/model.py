@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,11 +66,13 @@ class Model:
         name: as given.
         tensors: names and shapes.
         sizes: elements of the buckets, where that is all that is known; else empty.
+        notes: what is taken for granted; whole sentences.
     """
 
     name: str
     tensors: tuple[tuple[str, Shape], ...] = ()
     sizes: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if bool(self.tensors) and bool(self.sizes):
@@ -81,7 +84,7 @@ class Model:
         if any(size < 1 for size in self.sizes):
             raise InputError(f"{self.name}: a bucket of no elements; leave it out")
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements in all."""
         return sum(self.sizes) + sum(math.prod(shape) for _, shape in self.tensors)
@@ -123,8 +126,9 @@ class Model:
         """The trained parameters of a torch module, of DDP's inner one if it is wrapped.
 
         Raises:
-            InputError: it has none.
+            InputError: it has none, or one without a shape or of complex numbers.
         """
+        import torch
         from torch.nn.parallel import DistributedDataParallel
 
         from taciturn.exchange import backward_order
@@ -132,9 +136,19 @@ class Model:
         if isinstance(module, DistributedDataParallel):
             module = module.module
         trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        name = name or type(module).__name__
+        for one, parameter in trained.items():
+            if torch.nn.parameter.is_lazy(parameter):
+                raise InputError(f"{name}: {one} has no shape yet: call the module once before")
+            if not parameter.is_floating_point():
+                raise InputError(
+                    f"{name}: {one} is {parameter.dtype}, and only real gradients are averaged"
+                )
         order = [n for n in backward_order(module) if n in trained]
         tensors = tuple((n, tuple(trained[n].shape)) for n in order)
-        return cls(name or type(module).__name__, tensors)
+        others = sorted({str(p.dtype) for p in trained.values()} - {str(torch.float32)})
+        notes = (f"Gradients of {', '.join(others)} are counted as fp32.",) if others else ()
+        return cls(name, tensors, notes=notes)
 
 
 def _cut(shapes: Sequence[Shape], first_bytes: int, later_bytes: int) -> list[list[Shape]]:
@@ -179,20 +193,29 @@ def parse_model(text: str) -> Model:
 
 def _from_callable(text: str) -> Model:
     where, _, what = text.partition(":")
+    if not all(part.isidentifier() for part in (*where.split("."), what)):
+        raise InputError(f"--model {text!r}: that is no module and a name in it; {_HELP}")
     folder = str(Path.cwd())
     if folder not in sys.path:  # as python -m does
         sys.path.insert(0, folder)
-    try:
-        made = getattr(importlib.import_module(where), what)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise InputError(f"--model {text!r}: {error}; {_HELP}") from error
-    if not callable(made):
-        raise InputError(f"--model {text!r}: that is a {type(made).__name__}; {_HELP}")
     import torch
 
     try:
+        home = importlib.import_module(where)
+    except ModuleNotFoundError as error:
+        raise InputError(f"--model {text!r}: {error}; {_HELP}") from error
+    except (Exception, SystemExit) as error:
+        raise InputError(f"--model {text!r} cannot be imported: {described(error)}") from error
+    made = getattr(home, what, None)
+    if made is None:
+        raise InputError(f"--model {text!r}: module {where!r} has no {what!r}; {_HELP}")
+    if isinstance(made, torch.nn.Module):
+        return Model.of_module(made, text)
+    if not callable(made):
+        raise InputError(f"--model {text!r}: that is a {type(made).__name__}; {_HELP}")
+    try:
         module = made()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InputError(
             f"--model {text!r} failed when it was called without arguments: {described(error)}"
         ) from error

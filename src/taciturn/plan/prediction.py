@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from taciturn.cost import ELEMENT_BYTES
 from taciturn.link import Estimate
@@ -30,8 +31,20 @@ rest, median over all methods. Ranks that share cores wait for each other's."""
 OVERLAPPED = ("backend", "cast")
 """Methods of which the hook exchanges all groups at once, in DDP's memory where it can."""
 
-MOST_PIECES = 64
-"""Of a timeline when many are made, for a crossover; neighbours are joined."""
+MOST_STAGES, FEW_STAGES = 1024, 64
+"""Of a timeline, and when many are made, for a crossover; neighbours are joined."""
+
+
+class _Stage(NamedTuple):
+    """One exchange on the timeline of a step, in seconds on the probed link."""
+
+    ready_s: float
+    """When backward has made its buffer, on all ranks that share the cores."""
+    latency_s: float
+    transfer_s: float
+    rest_s: float
+    taken_s: float
+    """Of a core by the system's copies: the same whatever the link carries."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +123,7 @@ class Predictor:
         # What an exchange takes of a core though no coding is in it: the system's copies.
         self.taken = 1 - 1 / max(1.0, self.link.matmul_beside_link.value)
 
-    @property
+    @cached_property
     def _passes_s(self) -> float:
         """Seconds of copying gradients to where they are exchanged from, of a step."""
         passes = IN_PLACE_PASSES if self.in_place else HOOK_PASSES
@@ -127,29 +140,45 @@ class Predictor:
             return max(part.own_error for part in self.parts)
         return sum(w * part.own_error for w, part in zip(weights, self.parts, strict=True)) / total
 
-    @property
+    @cached_property
     def shared_error(self) -> float:
         """The same of what is alike for all methods."""
         return max(part.shared_error for part in self.parts)
 
-    @property
+    @cached_property
     def error(self) -> float:
         """Both together."""
         return math.hypot(self.own_error, self.shared_error)
 
     def exchange_s(self, transfer_scale: float = 1.0) -> float:
         """Seconds of all exchanges of one average, one after the other."""
-        return sum(part.total_s(transfer_scale) for part in self.parts) + self.finishing
+        parts = (s.latency_s + s.transfer_s * transfer_scale + s.rest_s for s in self._stages)
+        return sum(parts) + self.finishing
+
+    @cached_property
+    def _stages(self) -> Sequence[_Stage]:
+        backward_s = self.compute.backward_s
+        stages = []
+        for buffer, part in zip(self.buffers, self.parts, strict=True):
+            before_s = backward_s - self.compute.ready_s(buffer.ready)
+            link = part.link
+            ready_s, taken_s = backward_s - self.turn * before_s, self.taken * link.total_s
+            stages.append(_Stage(ready_s, link.latency_s, link.transfer_s, part.rest_s, taken_s))
+        return merged(stages, MOST_STAGES)
+
+    @cached_property
+    def _few_stages(self) -> Sequence[_Stage]:
+        return merged(self._stages, FEW_STAGES)
 
     def step_s(
-        self, transfer_scale: float = 1.0, factor: float = 1.0, most: int | None = None
+        self, transfer_scale: float = 1.0, factor: float = 1.0, roughly: bool = False
     ) -> float:
         """Seconds of a step.
 
         Args:
             transfer_scale: how much slower each byte travels than on the probed link.
             factor: of the exchanges' seconds: how far a prediction may be off.
-            most: pieces of the timeline.
+            roughly: on a timeline of few stages, for when many are made.
         """
         compute = self.compute
         if self.candidate.local_steps > 1:
@@ -157,20 +186,16 @@ class Predictor:
                 self.exchange_s(transfer_scale) + self._passes_s + self.own_code_s
             )
             return compute.step_s + exchange_s / self.candidate.local_steps
-        pieces = []
-        for buffer, part in zip(self.buffers, self.parts, strict=True):
-            before_s = compute.backward_s - compute.ready_s(buffer.ready)
-            taken_s = self.taken * part.link.total_s  # the same whatever the link carries
-            link_s = part.link.latency_s + part.link.transfer_s * transfer_scale
-            pieces.append(
-                Piece(
-                    compute.backward_s - self.turn * before_s,
-                    factor * max(0.0, link_s - taken_s),
-                    factor * (part.rest_s + taken_s),
-                )
+        pieces = [
+            Piece(
+                ready_s,
+                factor * max(0.0, latency_s + transfer_s * transfer_scale - taken_s),
+                factor * (rest_s + taken_s),
             )
-        if most is not None and len(pieces) > most:
-            pieces = merged(pieces, most)
+            for ready_s, latency_s, transfer_s, rest_s, taken_s in (
+                self._few_stages if roughly else self._stages
+            )
+        ]
         beside_s = end_s(compute.backward_s, pieces, self.sharing)
         after_s = factor * (self.finishing + self._passes_s + self.own_code_s)
         return compute.step_s - compute.backward_s + beside_s + after_s

@@ -17,7 +17,7 @@ from taciturn.units import format_seconds
 
 __all__ = ["render"]
 
-NAME_WIDTH = 26
+NAME_WIDTH = 21
 """Columns of a method's name, so that the table fits a terminal of 80."""
 
 WARN_LOSS = 1.02
@@ -48,7 +48,7 @@ def render(plan: Plan) -> RenderableType:
 
 def _table(plan: Plan) -> Table:
     table = Table(
-        title=f"Predicted, fastest first; --quality {plan.quality}",
+        title=f"Predicted, fastest first: what --quality {plan.quality} allows, then the others",
         title_justify="left",
         title_style="bold",
         box=box.SIMPLE_HEAD,
@@ -65,11 +65,20 @@ def _table(plan: Plan) -> Table:
             overflow="fold",
         )
     rank = QUALITIES.index(plan.quality)
-    for row in plan.predictions:
-        below = QUALITIES.index(row.quality) > rank
+
+    def below(row: Prediction) -> bool:
+        return QUALITIES.index(row.quality) > rank
+
+    def others(row: Prediction) -> bool:
+        return below(row) or row.local_steps > 1 or not row.known
+
+    rows = sorted(plan.predictions, key=others)  # each still fastest first
+    for place, row in enumerate(rows):
+        if place and others(row) > others(rows[place - 1]):
+            table.add_section()
         chosen = row.name == plan.recommendation.name
         table.add_row(
-            _name(row, chosen, below),
+            _name(row, chosen, below(row)),
             _seconds(row.step_s.value),
             f"{row.half_s / row.step_s.value:.0%}" if row.step_s.value else "0%",
             _seconds(row.exposed_s),
@@ -77,7 +86,7 @@ def _table(plan: Plan) -> Table:
             "?" if row.sent_bytes is None else _bytes(row.sent_bytes),
             _bytes(row.memory_bytes),
             _loss(plan.losses.get(row.name)),
-            style="bold" if chosen else "dim" if below or not row.known else "",
+            style="bold" if chosen else "dim" if others(row) else "",
         )
     return table
 
@@ -116,8 +125,8 @@ def _loss(losses: Losses | None) -> str:
 def _lines(plan: Plan) -> list[str]:
     words = (
         "step: of the slowest rank, +- by how much it may be off; exposed: what exchanging adds to "
-        "compute; codec: coding, in part hidden; sent: by each rank, ? where the backend does not "
-        "say; memory: beside DDP's own."
+        "compute; codec: coding, in part hidden; sent: by each rank, of gloo's own a ring's "
+        "bytes, ? where another backend does not say; memory: beside DDP's own."
     )
     lines = [words]
     sources = sorted({losses.source for losses in plan.losses.values()})

@@ -8,9 +8,11 @@ cores, coding and backward take turns and slow each other.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 __all__ = ["Piece", "end_s", "merged"]
+
+_Part = TypeVar("_Part", bound=tuple[float, ...])
 
 
 class Piece(NamedTuple):
@@ -50,11 +52,22 @@ def end_s(backward_s: float, pieces: Sequence[Piece], sharing: float) -> float:
     return now + max(0.0, backward_s - made)
 
 
-def merged(pieces: Sequence[Piece], most: int) -> list[Piece]:
-    """Return at most ``most`` pieces of the same seconds in all, neighbours joined; for speed."""
-    step = -(-len(pieces) // most)
-    runs = [pieces[i : i + step] for i in range(0, len(pieces), step)]
-    return [
-        Piece(run[-1].ready_s, sum(p.link_s for p in run), sum(p.local_s for p in run))
-        for run in runs
-    ]
+def merged(parts: Sequence[_Part], most: int) -> Sequence[_Part]:
+    """Return at most ``most`` parts of the same seconds in all, neighbours joined; for speed.
+
+    Args:
+        parts: named tuples; the first field is when one is ready, the others add up.
+        most: of them.
+    """
+    if len(parts) <= most:
+        return parts
+    step = -(-len(parts) // most)
+    runs = (parts[i : i + step] for i in range(0, len(parts), step))
+    return [_joined(run) for run in runs]
+
+
+def _joined(run: Sequence[_Part]) -> _Part:
+    kind: Any = type(run[0])
+    _, *others = zip(*run, strict=True)
+    joined: _Part = kind(run[-1][0], *map(sum, others))
+    return joined
