@@ -11,7 +11,8 @@ import pytest
 
 ORDERLY = "an orderly end"
 WATCHED = f"import atexit, runpy, sys; atexit.register(print, {ORDERLY!r}); sys.argv = sys.argv[1:]"
-AS_MAIN = f"{WATCHED}; runpy.run_module(sys.argv[0], run_name='__main__')"
+AS_MAIN = f"{WATCHED}; run = runpy.run_path if sys.argv[0].endswith('.py') else runpy.run_module"
+AS_MAIN += "; run(sys.argv[0], run_name='__main__')"
 
 
 def run_module(module: str, *arguments: str, rank: str | None) -> subprocess.CompletedProcess[str]:
@@ -43,4 +44,15 @@ def test_a_started_rank_ends_at_once(module: str, tmp_path: Path) -> None:
     ended = run_module(module, str(tmp_path), rank="0")
     assert ended.returncode == 1
     assert "FileNotFoundError" in ended.stderr
+    assert ORDERLY not in ended.stdout
+
+
+def test_a_fault_of_ours_ends_a_rank_at_once_too(tmp_path: Path) -> None:
+    """With its traceback, which nobody expects."""
+    (tmp_path / "broken.py").write_text(
+        "from taciturn import cli, methods\nmethods.table = None\ncli.main(['methods'])\n"
+    )
+    ended = run_module(str(tmp_path / "broken.py"), rank="0")
+    assert ended.returncode == 1
+    assert "TypeError" in ended.stderr
     assert ORDERLY not in ended.stdout

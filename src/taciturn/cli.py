@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,6 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         if not (end.code is None or isinstance(end.code, int)):
             raise
         status = end.code or 0
+    except Exception:
+        if rank is None:
+            raise
+        traceback.print_exc()
+        status = 1
     else:
         status = 0
     if rank is not None:

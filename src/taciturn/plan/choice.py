@@ -145,13 +145,8 @@ def make_plan(
     """
     demand = check_quality(quality)
     ranks = link.ranks if ranks is None else ranks
-    check_whole(
-        "ranks",
-        ranks,
-        2,
-        MOST_RANKS,
-        hint="" if ranks > 1 else "one rank has nobody to average with",
-    )
+    hint = "" if ranks > 1 else "one rank has nobody to average with"
+    check_whole("ranks", ranks, 2, MOST_RANKS, hint=hint)
     if not link.all_reduce:
         raise InputError("this link has no curve of the backend's all_reduce: probe it again")
     weighed = candidates(methods)
