@@ -86,9 +86,9 @@ class ExchangeSeconds:
         """Both errors together."""
         return math.hypot(self.own_error, self.shared_error)
 
-    def total_s(self, transfer_scale: float = 1.0) -> float:
-        """Seconds in all, were each byte ``transfer_scale`` times as slow."""
-        return self.link.latency_s + self.link.transfer_s * transfer_scale + self.rest_s
+    def total_s(self) -> float:
+        """Seconds in all."""
+        return self.link.total_s + self.rest_s
 
 
 class Pricer:
