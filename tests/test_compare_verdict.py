@@ -74,6 +74,27 @@ def test_a_clear_win_is_shown() -> None:
     assert (row.reached, row.runs, row.baseline) == (6, 6, BASE)
 
 
+def test_other_clocks_stand_beside() -> None:
+    """Whole runs are of as many steps; evaluations may cost a method more than its steps gain."""
+
+    def judged(each_s: float) -> Callable[[Run], Run]:
+        return lambda r: replace(
+            r,
+            points=tuple(
+                replace(p, evaluated_s=p.seconds + n * each_s) for n, p in enumerate(r.points, 1)
+            ),
+        )
+
+    row = rows(judged(1.5), base=judged(0.0))
+    assert row.verdict == "faster"
+    assert row.run_ratio == pytest.approx(0.5, rel=0.03)
+    assert row.run_ratio_low is not None
+    assert row.run_ratio_high is not None
+    assert row.run_ratio_low < 0.5 < row.run_ratio_high
+    assert row.evaluated_ratio == pytest.approx(2.0, rel=0.03)
+    assert rows().evaluated_ratio is None
+
+
 def test_a_clear_loss_is_shown_as_plainly() -> None:
     """Twice the time is a verdict too."""
     row = rows(ratio=1.5)

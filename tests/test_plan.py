@@ -18,7 +18,16 @@ from taciturn.errors import InputError, MethodError
 from taciturn.link import Link
 from taciturn.methods import parse
 from taciturn.plan import Compute, Model, Plan, auto, make_plan, parse_model
-from taciturn.plan.candidates import BASELINES, CANDIDATES, allowed, candidate_of, key_of
+from taciturn.plan.candidates import (
+    BASELINES,
+    CANDIDATES,
+    MOST_LOSS,
+    NEAR_LOSS,
+    QUALITIES,
+    allowed,
+    candidate_of,
+    key_of,
+)
 from taciturn.plan.choice import rate_text
 from taciturn.plan.exchange import FEEDBACK_PASSES, LEAST_ERROR, Pricer
 from taciturn.plan.model import Buffer
@@ -180,7 +189,7 @@ def test_nothing_is_recommended_where_nothing_is_shown() -> None:
     alpha=st.floats(1e-6, 1e-2),
     local=st.floats(0, 5e-8),
     cores=st.sampled_from([1, 4, 64]),
-    quality=st.sampled_from(["every-replica", "mean", "any"]),
+    quality=st.sampled_from(QUALITIES),
 )
 @settings(max_examples=60, deadline=None)
 def test_a_method_is_recommended_only_if_it_is_shown_faster(
@@ -272,6 +281,9 @@ def test_quality_decides_what_may_be_recommended() -> None:
     assert plan(link).recommendation.name in (*BASELINES, "ring", "quantized:bits=8")
     assert plan(link, quality="mean").recommendation.name.startswith("coded")
     assert plan(link, quality="any").recommendation.name.startswith("topk")
+    losing = plan(link, quality="loss").recommendation.name
+    assert allowed(candidate_of(losing), "loss")
+    assert not losing.startswith("topk")
     assert {c.name for c in CANDIDATES if c.quality == "every-replica"} == {
         *("DDP, fp32", "DDP, bf16 hook", "DDP, fp16 hook", "cast:wire=bf16", "ring"),
         *("quantized:bits=8", "direct:bits=8"),
@@ -283,6 +295,30 @@ def test_quality_decides_what_may_be_recommended() -> None:
         ("quantized:wire=bf16", "every-replica"),
     ):
         assert candidate_of(text).quality == quality
+
+
+def test_what_is_as_good_by_its_loss_is_so_in_the_committed_tables() -> None:
+    """The demand ``loss`` is met by what was measured within the margin, and by nothing else."""
+    for candidate in CANDIDATES:
+        losses = losses_of(candidate)
+        if candidate.local_steps > 1:
+            assert candidate.quality == "any"
+        elif losses is not None:
+            most = NEAR_LOSS if candidate.quality in ("loss", "any") else MOST_LOSS
+            assert (losses.ratio > most) == (candidate.quality == "any")
+        else:
+            assert candidate.quality == "every-replica"
+
+
+def test_a_choice_that_costs_loss_says_so() -> None:
+    """Nobody reads a table below the sentence."""
+    link = make_link(8, 20e6, local_s_per_elem=lambda m: 0.0 if m.startswith("to") else 4e-6)
+    made = plan(link, quality="any")
+    losses = made.losses[made.recommendation.name]
+    assert f"its loss was {losses.ratio - 1:.1%} higher in the committed runs" in (
+        made.recommendation.sentence
+    )
+    assert "loss" not in plan(link).recommendation.sentence
 
 
 def test_a_method_that_was_not_measured_is_shown_but_not_recommended() -> None:
@@ -488,7 +524,7 @@ def test_rates_are_bits_in_base_10() -> None:
         ({"ranks": 1}, InputError, "ranks=1.*nobody to average with"),
         ({"ranks": 0}, InputError, "ranks=0"),
         ({"ranks": 10**7}, InputError, "ranks=10000000"),
-        ({"quality": "best"}, InputError, "every-replica, mean, any"),
+        ({"quality": "best"}, InputError, "every-replica, mean, loss, any"),
         ({"methods": "topk"}, InputError, "none of them meets that"),
         ({"methods": "tpok"}, MethodError, "topk"),
         ({"methods": "coded:spread_budget=0.1", "quality": "mean"}, InputError, "give passes"),

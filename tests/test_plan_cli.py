@@ -121,7 +121,7 @@ def test_a_link_that_cannot_be_read(
         ([*MODEL, "--trace", ".", "--backward-share", "0.5"], "drop one of them"),
         ([*MODEL, "--backward-share", "1.5"], "backward_share=1.5"),
         ([*MODEL, "--ranks", "1"], "ranks=1"),
-        ([*MODEL, "--quality", "good"], "every-replica, mean, any"),
+        ([*MODEL, "--quality", "good"], "every-replica, mean, loss, any"),
         ([*MODEL, "--methods", "topk"], "none of them meets that"),
         ([*MODEL, "--methods", "rign"], "ring"),
         (["--model", "25MiB,0", "--step-compute", "1s"], "is zero"),

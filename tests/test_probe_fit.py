@@ -126,6 +126,15 @@ def test_refuses(sizes: list[int], samples: list[list[float]], says: str) -> Non
     assert says in str(caught.value)
 
 
+@pytest.mark.parametrize("last", [1, 2])
+def test_a_flat_end_is_no_reason_to_refuse_what_rises(last: int) -> None:
+    """Of times that grow a hundredfold the last ones may not: a busy machine is enough for that."""
+    seconds = line(1e-4, 1e-9)
+    seconds[-last:] = [max(seconds[:-last])] * last
+    fit = fit_curve(SIZES, [[s] * 3 for s in seconds])
+    assert fit.beta_s_per_byte.value > 0
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_noise_alone_is_no_bandwidth(seed: int) -> None:
     """Constant times in noise are refused: a slope that could be zero is no bandwidth."""

@@ -370,8 +370,9 @@ def _plan(
     quality: Annotated[
         str,
         typer.Option(
-            help="What must be right: every-replica; mean (over replicas, which may differ); any "
-            "(a step may leave out much, and add it later)."
+            help="What must be right: every-replica; mean (over replicas, which may differ); loss "
+            "(a step may leave out much, and add it later, if the loss was measured to end within "
+            "2 %); any."
         ),
     ] = "every-replica",
     methods: Annotated[

@@ -1,8 +1,9 @@
 """From records to runs: losses of one network with the step times of another, or runs as they were.
 
 Time to a step in a regime is what the first steps took longer, plus the step's number times the
-mean seconds of a step there, plus one consolidation per evaluation so far. Each seed has a
-measurement of its own of all three.
+mean seconds of a step there, plus one consolidation. Each seed has a measurement of its own of all
+three. With evaluations on the clock it is one consolidation for each of them so far, and what
+judging took.
 """
 
 from __future__ import annotations
@@ -95,11 +96,12 @@ def _run(method: str, seed: int, trials: int, record: Record, timing: Record | N
 
 def _points(points: list[dict[str, Any]], timing: Mapping[str, Any] | None) -> tuple[Point, ...]:
     made = []
-    for number, point in enumerate(points, 1):
-        seconds, sent = point["seconds"], point["sent_bytes"]
+    before_s = 0.0  # evaluations before this one
+    for point in points:
+        seconds, sent, consolidate_s = point["seconds"], point["sent_bytes"], point["consolidate_s"]
         if timing is not None:
-            seconds = timing["start_s"] + point["step"] * timing["step_s"]
-            seconds += number * timing["consolidate_s"]
+            consolidate_s = timing["consolidate_s"]
+            seconds = timing["start_s"] + point["step"] * timing["step_s"] + consolidate_s
             each = timing["sent_bytes"]
             each = timing["interface_bytes"] if each is None else each
             sent = None if each is None else each * point["step"]
@@ -111,8 +113,10 @@ def _points(points: list[dict[str, Any]], timing: Mapping[str, Any] | None) -> t
                 seconds,
                 point["value"],
                 sent,
+                evaluated_s=before_s + seconds + point["judge_s"],
                 residual_norm=point["residual_norm"],
                 gradient_norm=point["gradient_norm"],
             )
         )
+        before_s += consolidate_s + point["judge_s"]
     return tuple(made)

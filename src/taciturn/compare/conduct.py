@@ -35,6 +35,9 @@ __all__ = ["RECORDS", "Doer", "about_here", "conduct", "remaining"]
 
 RECORDS = "records.jsonl"
 
+TRIES = 3
+"""Of what says nothing of a method when it fails: a busy machine may spoil one probe."""
+
 OnProgress = Callable[[Progress], None]
 
 
@@ -154,9 +157,13 @@ class _Conductor:
                 continue
             if self.on_progress is not None:
                 self.on_progress(_progress(self.experiment, self.records, regime, job))
-            began = time.monotonic()
-            result, failure = self.doer.do(regime, job)
-            if failure is not None and _is_tried_again(job):
+            tries = TRIES if _is_tried_again(job) else 1
+            for _ in range(tries):
+                began = time.monotonic()
+                result, failure = self.doer.do(regime, job)
+                if failure is None:
+                    break
+            if failure is not None and tries > 1:
                 self._want(regime, job, failure)
                 continue
             self.records.add(job, result, failure, time.monotonic() - began)

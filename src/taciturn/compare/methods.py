@@ -6,7 +6,7 @@ The grammar is that of :mod:`taciturn.methods`, whose methods are all here, and 
     accumulate:windows=4,over=(coded)   several global batches to one step and one exchange
     local_sgd:steps=8                   parameters averaged every 8 steps
     diloco:steps=32,compress=(quantized:bits=4)
-    auto:quality=any                    what ``taciturn plan`` recommends on the regime's link
+    auto:quality=loss                   what ``taciturn plan`` recommends on the regime's link
 
 ``auto`` stands for another method in each regime; :func:`named_by_plan` says which.
 """
@@ -99,8 +99,8 @@ _TABLE: tuple[MethodSpec, ...] = (
             Key(
                 "quality",
                 "choice",
-                "any",
-                "what must be right of the average",
+                "loss",
+                "what must be right of the average, or of the loss",
                 choices=QUALITIES,
             ),
         ),

@@ -28,6 +28,7 @@ class Table(NamedTuple):
 def tables(outcome: Outcome) -> Iterator[Table]:
     """All of them; one may have no rows."""
     yield _verdicts(outcome)
+    yield _whole_runs(outcome)
     yield _steps(outcome)
     yield _replicas(outcome)
     yield _rules(outcome)
@@ -88,6 +89,30 @@ def _verdicts(outcome: Outcome) -> Table:
         f"{outcome.stricter_target:.4g} stricter. Ratios are to the best baseline in the same "
         "network; of final values, above 1 is worse, and the next column is the end of the "
         "one-sided 95 % interval.",
+    )
+
+
+def _whole_runs(outcome: Outcome) -> Table:
+    head = ["network", "method", "whole run", "95 %", "to the target, evaluations on the clock"]
+    rows = [
+        (
+            regime.name,
+            row.method,
+            _number(row.run_ratio),
+            _interval(row.run_ratio_low, row.run_ratio_high),
+            _number(row.evaluated_ratio),
+        )
+        for regime in outcome.regimes
+        for row in regime.rows
+    ]
+    return Table(
+        "Other clocks",
+        head,
+        rows,
+        2,
+        note="Seconds over the best baseline's: of a whole run, which is of as many steps, and to "
+        "the target with all evaluations, and what makes one model of the replicas for each, on "
+        "the clock.",
     )
 
 

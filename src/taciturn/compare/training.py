@@ -1,8 +1,10 @@
 """One run on one rank: train a task by a method, judge it at fixed points, count what it cost.
 
-The clock starts at the first batch. It runs through everything that a method needs to have the
-model at an evaluation, making one of its replicas included; the evaluation itself is off it. Other
-code of the harness between two steps is on it, for all methods alike: it is a few additions.
+The clock starts at the first batch, and stands still during an evaluation: how often a run is judged
+is no trait of its method. Where replicas differ, making one model of them belongs to that too, but
+for the last time: whoever stops at a point has to make one there, so those seconds are the point's.
+What evaluations take is kept beside. Other code of the harness between two steps is on the clock,
+for all methods alike: it is a few additions.
 """
 
 from __future__ import annotations
@@ -126,13 +128,19 @@ def train(task: Task, job: TrainJob) -> dict[str, Any]:
                 with clock.stopped():
                     found["single_replica_value"] = _finite(_alone(task, strategy.net))
                     found["replica_spread"] = _finite(_spread(strategy.net))
-            with _consolidated(strategy.net, differ), clock.stopped():
+            with clock.stopped():
                 point: dict[str, Any] = {"step": step, "examples": step * task.global_batch}
-                point |= {"seconds": clock.seconds, "interface_bytes": clock.interface_bytes}
+                point |= {"interface_bytes": clock.interface_bytes}
                 point |= {"sent_bytes": strategy.costs.sent_bytes}
                 point |= {"residual_norm": _finite(strategy.costs.residual_norm)}
                 point |= {"gradient_norm": _finite(strategy.gradient_norm)}
-                points.append(point | {"value": _finite(judge(task, strategy.net))})
+                began = time.perf_counter()
+                with _consolidated(strategy.net, differ):
+                    made = time.perf_counter()
+                    point |= {"value": _finite(judge(task, strategy.net))}
+                    judged = time.perf_counter()
+                point |= {"consolidate_s": _most(made - began), "judge_s": _most(judged - made)}
+                points.append(point | {"seconds": clock.seconds + point["consolidate_s"]})
         for _ in learning:  # a window may have to end
             pass
     tail.load()

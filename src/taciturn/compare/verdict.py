@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -51,9 +51,10 @@ class Point:
 
     Attributes:
         examples: seen so far, by all ranks.
-        seconds: on the clock so far.
+        seconds: on the clock so far, making one model of the replicas here included.
         value: what is to become small; None if it was not finite.
         sent_bytes: by a rank so far; None if unknown.
+        evaluated_s: seconds with this and all evaluations before on the clock; None if unknown.
         residual_norm: of what error feedback holds back; 0 without.
         gradient_norm: before it was clipped, of the last step.
     """
@@ -62,6 +63,7 @@ class Point:
     seconds: float
     value: float | None
     sent_bytes: float | None = None
+    evaluated_s: float | None = None
     residual_norm: float | None = None
     gradient_norm: float | None = None
 
@@ -128,18 +130,31 @@ def crossing(points: Sequence[Point], target: float) -> Point | None:
     return None
 
 
-def time_ratio(run: Run, baseline: Run, target: float) -> float | None:
-    """Time to target over the baseline's of the same seed.
+def time_ratio(
+    run: Run, baseline: Run, target: float, clock: Callable[[Point], float] | None = None
+) -> float | None:
+    """Time to target, on a clock, over the baseline's of the same seed.
 
     Infinite where only the method misses. Where only the baseline does, its whole run stands for
     its time, which is too little: the ratio is an upper bound. None where both do.
     """
+    clock = clock or _off
     mine, theirs = crossing(run.points, target), crossing(baseline.points, target)
     if mine is None:
         return None if theirs is None else math.inf
     if theirs is not None:
-        return mine.seconds / theirs.seconds
-    return mine.seconds / baseline.points[-1].seconds if baseline.points else None
+        return clock(mine) / clock(theirs)
+    return clock(mine) / clock(baseline.points[-1]) if baseline.points else None
+
+
+def _off(point: Point) -> float:
+    """The clock that stands still during evaluations."""
+    return point.seconds
+
+
+def _on(point: Point) -> float:
+    """The one that does not; NaN if it was not looked at."""
+    return math.nan if point.evaluated_s is None else point.evaluated_s
 
 
 @dataclass(frozen=True)
@@ -152,6 +167,9 @@ class Row:
         why: whole sentences: what it rests on, or what is missing.
         time_ratio, time_ratio_low, time_ratio_high: time to target over the baseline's, with its
             interval; None if there is none.
+        evaluated_ratio: the same with evaluations on the clock; None likewise.
+        run_ratio, run_ratio_low, run_ratio_high: seconds of whole runs, which are of as many steps,
+            over the baseline's, with the interval; None if there is none.
         p_faster: share of the resamples in which it is below 1.
         p_value: of the paired test that it is 1; what Holm's procedure looks at.
         reached, runs: how many of how many runs reached the target; failures among them.
@@ -175,6 +193,10 @@ class Row:
     time_ratio: float | None
     time_ratio_low: float | None
     time_ratio_high: float | None
+    evaluated_ratio: float | None
+    run_ratio: float | None
+    run_ratio_low: float | None
+    run_ratio_high: float | None
     p_faster: float | None
     p_value: float
     reached: int
@@ -258,6 +280,8 @@ def _row(
     ratios = [x for pair in pairs if (x := time_ratio(*pair, target)) is not None]
     undecided = len(pairs) - len(ratios)
     interval = RatioInterval.of(ratios)
+    evaluated = [x for pair in pairs if (x := time_ratio(*pair, target, _on)) is not None]
+    whole = RatioInterval.of([_run_ratio(*pair) for pair in pairs])
     quality = RatioInterval.of([_quality_ratio(*p) for p in pairs], level=0.9)  # one-sided 95 %
     examples = _examples_ratio(pairs, target)
     reached = sum(crossing(r.points, target) is not None for r in runs)
@@ -272,6 +296,10 @@ def _row(
         time_ratio=_known(interval.ratio),
         time_ratio_low=interval.low if interval.pairs > 1 else None,
         time_ratio_high=_known(interval.high),
+        evaluated_ratio=_known(RatioInterval.of(evaluated).ratio),
+        run_ratio=_known(whole.ratio),
+        run_ratio_low=whole.low if whole.pairs > 1 else None,
+        run_ratio_high=_known(whole.high),
         p_faster=_known(interval.p_below),
         p_value=interval.p_value,
         reached=reached,
@@ -289,6 +317,13 @@ def _row(
     )
     verdict, why = _verdict(row, interval, undecided, _least_runs(base_runs, runs, target))
     return replace(row, verdict=verdict, why=why)
+
+
+def _run_ratio(run: Run, baseline: Run) -> float:
+    """Return the seconds of a whole run over the baseline's; infinite where one failed."""
+    if math.isinf(run.final) or math.isinf(baseline.final):
+        return math.inf
+    return run.points[-1].seconds / baseline.points[-1].seconds
 
 
 def _quality_ratio(run: Run, baseline: Run) -> float:

@@ -30,7 +30,7 @@ def auto(
         link: as probed, between as many ranks as will train.
         step_compute_s: seconds of a step without any exchange. Without them every exchange is
             taken to be waited for in full.
-        quality: what must be right of the average: "every-replica", "mean" or "any".
+        quality: what must be right: "every-replica", "mean", "loss" or "any"; :class:`Candidate`.
 
     Raises:
         InputError: a model without parameters, or no model.

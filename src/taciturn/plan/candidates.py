@@ -23,9 +23,15 @@ __all__ = [
     "key_of",
 ]
 
-Quality = Literal["every-replica", "mean", "any"]
+Quality = Literal["every-replica", "mean", "loss", "any"]
 QUALITIES: tuple[str, ...] = get_args(Quality)
-"""What must be right of the average, strictest first."""
+"""What must be right of the average, or of what it leads to, strictest first."""
+
+MOST_LOSS = 1.02
+"""Of a run that is as good, over the baseline's: the margin that comparisons take too."""
+NEAR_LOSS = 1.01
+"""Mean of the committed runs of a method that is taken to be so: half the margin, since another
+model's loss is not that of the model that was measured."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +43,9 @@ class Candidate:
         method: what averages, in the grammar; also what ``ddp.attach`` takes.
         quality: the strictest demand that it meets. ``every-replica``: all ranks end with the same
             average, up to roundings on the way; ``mean``: the mean over ranks is right, and
-            replicas differ from it; ``any``: a step leaves out much, which error feedback adds to
-            later ones, or ranks take local steps.
+            replicas differ from it; ``loss``: a step leaves out much, which error feedback adds to
+            later ones, and in the committed tables the loss ends within ``NEAR_LOSS``; ``any``: it
+            ends above that or was not measured, or ranks take local steps.
         stock: DDP's own buckets, and its own hook or none, without ours.
         local_steps: optimizer steps to one exchange; more than 1 is another algorithm.
         losses: the row of the committed table of losses that it is; its name if empty.
@@ -71,9 +78,12 @@ CANDIDATES: tuple[Candidate, ...] = (
         for method in ("coded:passes=4", *(f"{_FOURIER}{wire}" for wire in _WIRES))
     ),
     *(
+        Candidate(method, method, "loss")
+        for method in (_FEEDBACK4, "powersgd:rank=8", "powersgd:rank=16")
+    ),
+    *(
         Candidate(method, method, "any")
         for method in (
-            _FEEDBACK4,
             "powersgd:rank=1",
             "powersgd:rank=2",
             "powersgd:rank=4",

@@ -136,7 +136,7 @@ def make_plan(
         link: as probed.
         compute: of a step without exchange.
         ranks: to plan for; those that were probed if None. Others are extrapolated.
-        quality: what must be right of the average: "every-replica", "mean" or "any".
+        quality: what must be right: "every-replica", "mean", "loss" or "any"; :class:`Candidate`.
         methods: those to weigh, with ``;`` between them; DDP's own are always among them.
 
     Raises:
@@ -154,7 +154,7 @@ def make_plan(
         asked = "; ".join(c.name for c in weighed if not c.stock)
         raise InputError(
             f"--methods {asked!r} with --quality {demand}: none of them meets that; ask for less "
-            "quality (mean, any), or for other methods"
+            "quality (mean, loss, any), or for other methods"
         )
     pricer = Pricer(link, ranks)
     left_out = tuple((c.name, reason) for c in weighed if (reason := unpriced(model, c)))
@@ -304,7 +304,7 @@ class _Chooser:
                 f"{_share(base.exposed_s, base.step_s.value)} of that step waits for the exchange"
             )
         marked = " (extrapolated)" if chosen.extrapolated else ""
-        sentence = f"{what}{marked}; {self._where(best.name, crossovers)}."
+        sentence = f"{what}{marked}{_lossy(best)}; {self._where(best.name, crossovers)}."
         return Recommendation(best.name, best.method, sentence, gain, doubt, crossovers)
 
     def _stays(self, base: Prediction, rows: Sequence[Prediction]) -> str:
@@ -347,6 +347,16 @@ class _Chooser:
 
 def _step(row: Prediction) -> float:
     return row.step_s.value
+
+
+def _lossy(candidate: Candidate) -> str:
+    """Say of what may cost more loss than a demand for it allows how much it did."""
+    if candidate.quality != "any":
+        return ""
+    losses = losses_of(candidate)
+    if losses is None:
+        return "; what it does to the loss was not measured"
+    return f"; its loss was {losses.ratio - 1:.1%} higher in the committed runs"
 
 
 def _plain(name: str) -> str:

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from taciturn.plan.candidates import QUALITIES
+from taciturn.plan.candidates import MOST_LOSS, QUALITIES
 from taciturn.plan.choice import Plan, rate_text
 from taciturn.plan.prediction import Prediction
 from taciturn.plan.quality import Losses
@@ -19,9 +19,6 @@ __all__ = ["render"]
 
 NAME_WIDTH = 21
 """Columns of a method's name, so that the table fits a terminal of 80."""
-
-WARN_LOSS = 1.02
-"""Ratio of losses from which a row carries a warning: what seeds of one method differ by."""
 
 
 def render(plan: Plan) -> RenderableType:
@@ -119,7 +116,7 @@ def _broken(name: str) -> str:
 def _loss(losses: Losses | None) -> str:
     if losses is None:
         return "?"
-    return f"{losses.ratio - 1:+.1%}{'!' if losses.ratio > WARN_LOSS else ''}"
+    return f"{losses.ratio - 1:+.1%}{'!' if losses.ratio > MOST_LOSS else ''}"
 
 
 def _lines(plan: Plan) -> list[str]:
@@ -131,8 +128,8 @@ def _lines(plan: Plan) -> list[str]:
     lines = [words]
     sources = sorted({losses.source for losses in plan.losses.values()})
     lines += [f"loss: held-out, {source}." for source in sources]
-    if any(losses.ratio > WARN_LOSS for losses in plan.losses.values()):
-        lines.append(f"! a loss more than {WARN_LOSS - 1:.0%} above; try it on your model first.")
+    if any(losses.ratio > MOST_LOSS for losses in plan.losses.values()):
+        lines.append(f"! a loss more than {MOST_LOSS - 1:.0%} above; try it on your model first.")
     reasons = dict.fromkeys(note for row in plan.predictions for note in row.notes)
     if reasons:
         lines.append(f"extrapolated: {'; '.join(reasons)}.")

@@ -208,16 +208,18 @@ def fit_curve(sizes: Sequence[int], samples: Sequence[Sequence[float]], what: st
     """
     data = _checked(sizes, samples)
     y = data.seconds
-    curve = _search(data)
-    drawn = _bootstrap(data, samples, curve)
-    alpha, beta = float(curve.coefficients[0]), float(curve.coefficients[-1])
-    betas = drawn[:, -1]
-    if not _grows(curve, data):
+    # A last piece through one wild value may be flat where all sizes together rise.
+    curves = (find(data) for find in (_search, lambda some: _solve(some, ())))
+    curve = next((one for one in curves if _grows(one, data)), None)
+    if curve is None:
         raise InputError(
             f"the times{what and f' of {what}'} do not grow with size beyond their noise "
             f"({y[0]:.3g} s for {sizes[0]} bytes, {y[-1]:.3g} s for {sizes[-1]}): no bandwidth can "
             "be told; measure larger sizes"
         )
+    drawn = _bootstrap(data, samples, curve)
+    alpha, beta = float(curve.coefficients[0]), float(curve.coefficients[-1])
+    betas = drawn[:, -1]
     errors = _left_out(data)
     return Fit(
         alpha_s=_interval(alpha, drawn[:, 0]),
