@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from taciturn.compare import Records
+from taciturn.compare.records import VERSION
 from taciturn.errors import InputError
 
 ABOUT: dict[str, Any] = {"torch": "2", "settings": {"steps": 10}, "commit": "abc"}
@@ -66,17 +67,18 @@ def test_two_outcomes_of_one_job_are_refused(tmp_path: Path) -> None:
 
 
 BROKEN = {
-    "a newer version": {"format": "taciturn.compare", "version": 3, "about": {}},
+    "a newer version": {"format": "taciturn.compare", "version": VERSION + 1, "about": {}},
+    "an older version": {"format": "taciturn.compare", "version": VERSION - 1, "about": {}},
     "another kind": {"rows": []},
 }
 
 
 @pytest.mark.parametrize("what", BROKEN)
 def test_other_files_are_refused(tmp_path: Path, what: str) -> None:
-    """A file of a newer version or of something else says so."""
+    """A file of another version or of something else says so."""
     path = tmp_path / "r.jsonl"
     path.write_text(json.dumps(BROKEN[what]) + "\n")
-    with pytest.raises(InputError, match=r"version 3|no records of taciturn compare"):
+    with pytest.raises(InputError, match=r"version \d+, and this|no records of taciturn compare"):
         Records(path)
 
 

@@ -23,7 +23,7 @@ from taciturn.errors import InputError
 
 __all__ = ["FORMAT", "VERSION", "MissingRecordError", "Record", "Records"]
 
-FORMAT, VERSION = "taciturn.compare", 2
+FORMAT, VERSION = "taciturn.compare", 3
 
 Values = Mapping[str, Any]
 

@@ -1,10 +1,10 @@
 """One run on one rank: train a task by a method, judge it at fixed points, count what it cost.
 
-The clock starts at the first batch, and stands still during an evaluation: how often a run is judged
-is no trait of its method. Where replicas differ, making one model of them belongs to that too, but
-for the last time: whoever stops at a point has to make one there, so those seconds are the point's.
-What evaluations take is kept beside. Other code of the harness between two steps is on the clock,
-for all methods alike: it is a few additions.
+The clock starts at the first batch, and stands still during an evaluation: how often a run is
+judged is no trait of its method. Where replicas differ, making one model of them belongs to that,
+but for the last time: whoever stops at a point has to make one there, so those seconds are the
+point's. What evaluations take is kept beside. Other code of the harness between two steps is on the
+clock, for all methods alike: it is a few additions.
 """
 
 from __future__ import annotations
