@@ -186,6 +186,11 @@ def reported() -> str:
     return markdown(["claim", "reported", "measured here"], claims.lines())
 
 
+def aims() -> str:
+    """Return what the headline experiment aims for, and whether that is met."""
+    return markdown(["aim", "measured", ""], claims.aims())
+
+
 def verdicts(folder: Path) -> str:
     """Return the time ratios of a comparison's methods, by network."""
     return markdown(*claims.verdicts(folder))
@@ -201,6 +206,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "plan: choices": plan_choices,
     "plan: cells": plan_cells,
     "CERAR's claims": reported,
+    "headline: aims": aims,
     "headline": lambda: verdicts(claims.COMPOSED),
     "headline, direct": lambda: verdicts(claims.DIRECT),
 }

@@ -147,6 +147,29 @@ def test_another_experiment_is_refused(done: Path, monkeypatch: pytest.MonkeyPat
         add_seeds(done / "out", 2, QUIET, QUIET)
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        ("steps = 40", "steps = 80", "steps is 40 there and 80 here"),
+        ("target_slack = 0.02", "target_slack = 0.2", "target_slack is 0.02 there and 0.2 here"),
+        ("seeds = 2", "seeds = 1", r"runs of the seeds \[1\] too: no run is dropped"),
+    ],
+)
+def test_what_was_decided_before_stays(
+    done: Path, tmp_path: Path, before: str, after: str, says: str
+) -> None:
+    """An experiment that is edited when there are records of it gives no other answer."""
+    shutil.copytree(done / "out", tmp_path / "out")
+    path = tmp_path / "out" / "experiment.toml"
+    assert f"\n{before}\n" in path.read_text()
+    path.write_text(path.read_text().replace(f"\n{before}\n", f"\n{after}\n"))
+    for asked in (report, status):
+        with pytest.raises(InputError, match=says):
+            asked(tmp_path / "out", QUIET)
+    with pytest.raises(InputError, match=says):
+        add_seeds(tmp_path / "out", 5, QUIET, QUIET)
+
+
 def test_folders_without_an_experiment(tmp_path: Path) -> None:
     """Nothing to report says how to begin."""
     for run in (report, status):

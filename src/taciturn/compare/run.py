@@ -132,10 +132,11 @@ def _gone_on_with(experiment: Experiment, folder: Path) -> Experiment:
         return experiment
     known = experiment_in(folder)
     experiment = replace(experiment, seeds=max(experiment.seeds, known.seeds))
-    if _plain(experiment.settings()) != _plain(known.settings()):
+    then, now = _plain(known.settings()), _plain(experiment.settings())
+    if then != now:
         raise InputError(
-            f"{folder} holds another experiment ({_difference(known, experiment)}): name "
-            "another folder with --out"
+            f"{folder} holds another experiment ({_differing(then, now)}): name another folder "
+            "with --out"
         )
     return experiment
 
@@ -164,8 +165,7 @@ def report(folder: Path, out: Console, json_path: Path | None = None) -> Outcome
     Raises:
         InputError: no records there, not enough for any answer, or a file that cannot be written.
     """
-    experiment = experiment_in(folder)
-    records = Records(folder / RECORDS)
+    experiment, records = _opened(folder)
     outcome = outcome_of(experiment, records)
     out.print(render(outcome))
     if records.damaged:
@@ -198,8 +198,7 @@ def status(folder: Path, out: Console) -> None:
     Raises:
         InputError: no experiment there.
     """
-    experiment = experiment_in(folder)
-    records = Records(folder / RECORDS)
+    experiment, records = _opened(folder)
     done, total = remaining(experiment, records)
     failed = [r for r in records if r.failure is not None]
     out.print(f"{folder}: {done} of about {total} jobs are done, {len(failed)} of them failed")
@@ -225,7 +224,7 @@ def add_seeds(
     Raises:
         InputError: no experiment there, or no more seeds than it has.
     """
-    experiment = experiment_in(folder)
+    experiment, _ = _opened(folder)
     replace(experiment, seeds=seeds)  # whether that many can be at all
     if seeds <= experiment.seeds:
         raise InputError(f"--seeds {seeds}: {folder} has {experiment.seeds} already")
@@ -247,11 +246,36 @@ def experiment_in(folder: Path) -> Experiment:
     return read_experiment(path)
 
 
+def _opened(folder: Path) -> tuple[Experiment, Records]:
+    """Return the experiment of a folder and its records, read only.
+
+    Raises:
+        InputError: neither is there, or the experiment was changed since the records were made:
+            what is looked at is decided before.
+    """
+    experiment = experiment_in(folder)
+    records = Records(folder / RECORDS)
+    then, now = records.about["settings"], _plain(experiment.settings())
+    if then != now:
+        raise InputError(
+            f"{folder / EXPERIMENT} was changed since its records were made "
+            f"({_differing(then, now)}): bring the old file back, and start another experiment in "
+            "another folder"
+        )
+    dropped = sorted({r.job["seed"] for r in records.of_kind("run")} - {*experiment.run_seeds()})
+    if dropped:
+        raise InputError(
+            f"{folder / EXPERIMENT} plans {experiment.seeds} seeds, and there are runs of the "
+            f"seeds {dropped} too: no run is dropped; bring the old file back"
+        )
+    return experiment, records
+
+
 def _plain(values: Mapping[str, Any]) -> Any:
     return json.loads(json.dumps(values))
 
 
-def _difference(one: Experiment, other: Experiment) -> str:
-    a, b = _plain(one.settings()), _plain(other.settings())
-    key = next(k for k in a if a[k] != b[k])
-    return f"{key} is {json.dumps(a[key])[:80]} there and {json.dumps(b[key])[:80]} here"
+def _differing(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return the first of the settings that differ, in words."""
+    key = next(k for k in now if then.get(k) != now[k])
+    return f"{key} is {json.dumps(then.get(key))[:80]} there and {json.dumps(now[key])[:80]} here"
