@@ -7,6 +7,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from link_files import METHODS, line, make_link
 from taciturn.cost import link_seconds, schedule
 from taciturn.errors import InputError, MethodError
-from taciturn.link import Link
+from taciturn.link import Link, MethodSpeed
 from taciturn.methods import parse
 from taciturn.plan import Compute, Model, Plan, auto, make_plan, parse_model
 from taciturn.plan.candidates import (
@@ -29,7 +30,7 @@ from taciturn.plan.candidates import (
     key_of,
 )
 from taciturn.plan.choice import rate_text
-from taciturn.plan.exchange import FEEDBACK_PASSES, LEAST_ERROR, Pricer
+from taciturn.plan.exchange import FEEDBACK_PASSES, LEAST_ERROR, ExchangeSeconds, Pricer
 from taciturn.plan.model import Buffer
 from taciturn.plan.pick import picked_from
 from taciturn.plan.quality import losses_of
@@ -295,6 +296,45 @@ def test_quality_decides_what_may_be_recommended() -> None:
         ("quantized:wire=bf16", "every-replica"),
     ):
         assert candidate_of(text).quality == quality
+
+
+def second(values: tuple[Any, ...] | None, one: Any) -> tuple[Any, ...]:
+    """The values with another one in the second place."""
+    assert values is not None
+    return (values[0], one, *values[2:])
+
+
+@pytest.mark.parametrize("method", ["quantized:bits=8", "powersgd:rank=8"])
+def test_what_was_timed_on_the_models_own_groups_is_known_best(method: str) -> None:
+    """There the prediction is the measurement, without an interpolation's error.
+
+    Nor with that of other shapes, where as many bytes were sent.
+    """
+    (group,) = parse_model("gpt-05m").groups()
+    link = make_link(8, 200e6, elems=(1 << 14, 1 << 17, 1 << 22), methods=["quantized:bits=8"])
+    told = schedule(parse(method), group.numel, 8, shapes=group.shapes)
+    assert told is not None
+    (speed,) = link.methods
+    # The middle size is off the line of the others, and is now the model's own.
+    own = replace(
+        speed,
+        method=method,
+        elems=second(speed.elems, group.numel),
+        seconds=second(speed.seconds, 0.3),
+        link_s=second(speed.link_s, link_seconds(told, link).total_s),
+        rounds=second(speed.rounds, told.rounds),
+        sent_bytes=second(speed.sent_bytes, told.sent_bytes),
+    )
+
+    def priced(speed: MethodSpeed) -> ExchangeSeconds:
+        return Pricer(replace(link, methods=(speed,)), 8).seconds(method, group)
+
+    made = priced(own)
+    assert made.total_s() == pytest.approx(0.3)
+    assert made.own_error == pytest.approx(LEAST_ERROR)
+    others = priced(replace(own, sent_bytes=second(own.sent_bytes, 2 * told.sent_bytes)))
+    assert (others.own_error > made.own_error) == (method == "powersgd:rank=8")
+    assert priced(replace(own, elems=second(own.elems, group.numel // 3))).own_error > 0.05
 
 
 def test_what_is_as_good_by_its_loss_is_so_in_the_committed_tables() -> None:

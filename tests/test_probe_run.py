@@ -114,14 +114,16 @@ def smooth(taken: Taken) -> Taken:
     )
 
 
-def probed(seconds: float) -> tuple[dict[str, Any], list[str], list[float]]:
+def probed(
+    seconds: float, groups: tuple[tuple[tuple[int, ...], ...], ...] = ()
+) -> tuple[dict[str, Any], list[str], list[float]]:
     """One rank's link, and what it was told of the progress.
 
     The steps are real, the times are not: a busy machine's are no link's.
     """
     transport = DistributedTransport(timeout_s=30)
     told: list[Progress] = []
-    job = Job(seconds=seconds, methods=("backend", "ring"), timeout_s=30)
+    job = Job(seconds=seconds, methods=("backend", "ring"), timeout_s=30, groups=groups)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             measure, "summarise", lambda c, sweeps: summarise(c, [map(smooth, s) for s in sweeps])
@@ -149,6 +151,26 @@ def test_four_ranks_find_one_link(pool: Pool) -> None:
         "warm-up", "first sweep", "second sweep",
     }  # fmt: skip
     assert all(0 <= fraction <= 1 for fraction in fractions)
+
+
+@pytest.mark.processes
+def test_a_model_is_probed_on_its_own_groups(pool: Pool) -> None:
+    """What its methods are timed on is what it exchanges; where that takes too long, it is said."""
+    small, large = ((40, 500), (500,)), ((1 << 12, 1 << 14),)
+    values, _, _ = pool.run(probed, 4.0, (small,))[0]
+    link = Link.from_json(values)
+    assert [one.elems for one in link.methods] == [(1 << 14, 20500)] * 2
+    assert not any("the model's own groups" in warning for warning in link.warnings)
+    values, _, _ = pool.run(probed, 1.0, (small, large))[0]
+    link = Link.from_json(values)
+    assert all(1 << 26 not in one.elems for one in link.methods)
+    assert any("too short to time methods on the model's own groups" in w for w in link.warnings)
+
+
+def test_jobs_travel() -> None:
+    """Law: ``Job.from_dict(job.to_dict()) == job``, also through JSON."""
+    job = Job(methods=("ring",), groups=(((3, 4), (3,)), ((7,),)))
+    assert Job.from_dict(json.loads(json.dumps(job.to_dict()))) == job
 
 
 @pytest.mark.processes

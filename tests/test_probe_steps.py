@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from taciturn.collectives.base import Cost
 from taciturn.probe.calls import gradient_group
-from taciturn.probe.steps import METHOD_ELEMS, SHARE_OF_A_SWEEP, Pace, pairings, sweep
+from taciturn.probe.steps import METHOD_ELEMS, SHARE_OF_A_SWEEP, Pace, own_sizes, pairings, sweep
 
 COSTS = {
     "ring": {n: Cost(6, 7, 6 * n, 0) for n in METHOD_ELEMS},
@@ -54,6 +54,34 @@ def test_a_sweep_can_be_fitted(ranks: int, alpha: float, beta: float, seed: int)
     assert first != second
     assert Counter(first) == Counter(second) == Counter(plan.steps)
     assert max(Counter(plan.once.steps).values()) == 1
+
+
+@pytest.mark.parametrize("own", [[1_000_000], [6_600_000, 700_000, 6_700_000], [500]])
+def test_methods_are_timed_on_a_models_own_groups(own: list[int]) -> None:
+    """All of them on the same, its smallest and largest and two smaller ones; or none."""
+    sizes = own_sizes(own)
+    assert {min(own), max(own)} <= set(sizes)
+    assert 2 <= len(sizes) <= 4
+    costs = {
+        m: of | {n: of[1 << 20] and Cost(6, 7, 6 * n, 0) for n in own} for m, of in COSTS.items()
+    }
+    for rate, fits in ((1e9, True), (1e6, max(own) < 1000)):
+        plan = sweep(4, Pace(1e-4, 8 / rate, 1e-4, 1.0), 60.0, ("fp32",), costs, own)
+        timed = {
+            m: sorted({s.size for s, _ in plan.steps if s.kind == "method" and s.what == m})
+            for m in costs
+        }
+        assert all((some == sizes) == fits for some in timed.values()), timed
+    assert own_sizes([]) == []
+
+
+def test_a_models_own_group_has_its_shapes() -> None:
+    """Low-rank methods are timed on the matrices that they will meet."""
+    shapes = ((300, 200), (200,), (7, 7))
+    group = gradient_group(60249, (shapes, ((5,),)))
+    assert group.numel == 60249
+    assert group.shapes == shapes
+    assert gradient_group(60250, (shapes,)).numel == 60250
 
 
 @pytest.mark.parametrize("rate", [50e6, 200e6, 1e9, 10e9])

@@ -249,6 +249,13 @@ def _probe(
             show_default=False,
         ),
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="A model whose gradients methods are timed on, as for taciturn plan, where the "
+            "budget allows it; what a transformer block has if not given."
+        ),
+    ] = None,
     timeout: Annotated[
         float, typer.Option(help="Seconds after which a silent rank counts as lost.")
     ] = 60.0,
@@ -275,6 +282,7 @@ def _probe(
         device=device,
         out=out,
         html=html,
+        groups=() if model is None else _groups(model),
         **given,
     )
     if under_torchrun():
@@ -282,6 +290,19 @@ def _probe(
         return
     with _signals_clean_up():
         probe(config)
+
+
+def _groups(model: str) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Shapes of what a model exchanges at once."""
+    from taciturn.plan import parse_model
+
+    parsed = parse_model(model)
+    if not parsed.shapes_known:
+        raise InputError(
+            f"--model {model}: methods are timed on tensors of a model's shapes, and these are "
+            "only sizes; give a bundled one or module:callable"
+        )
+    return parsed.group_shapes()
 
 
 def _rates(text: str) -> int | list[int | None] | None:

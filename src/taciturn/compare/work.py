@@ -13,6 +13,7 @@ from taciturn.compare.experiment import CLUSTER
 from taciturn.compare.task import Task
 from taciturn.compare.training import TimeJob, TrainJob, shares_of, time_steps, train
 from taciturn.errors import InputError
+from taciturn.plan import Model
 from taciturn.probe import Job as ProbeJob
 from taciturn.probe import probe_link
 from taciturn.ranks import Ranks
@@ -63,13 +64,14 @@ def do_job(task: Task, job: Job, timeout_s: float) -> dict[str, Any]:
             rate = job["learning_rate"]
             return average_errors(task, job["method"], list(shares), job["seed"], rate, timeout_s)
         case "probe":
-            return _probe(job, timeout_s)
+            return _probe(task, job, timeout_s)
         case kind:
             raise AssertionError(f"a job of kind {kind!r}")
 
 
-def _probe(job: Job, timeout_s: float) -> dict[str, Any]:
+def _probe(task: Task, job: Job, timeout_s: float) -> dict[str, Any]:
     transport = DistributedTransport(timeout_s=timeout_s)
+    groups = Model.of_module(task.model(0), task.name).group_shapes()
     try:
         ranks = Ranks(transport, torch.device("cpu"))
         for number in range(1, PROBES + 1):
@@ -78,6 +80,7 @@ def _probe(job: Job, timeout_s: float) -> dict[str, Any]:
                 methods=tuple(job["methods"]),
                 timeout_s=timeout_s,
                 rate_bits_per_s=None if job["regime"] == CLUSTER else parse_rate(job["regime"]),
+                groups=groups,
             )
             try:
                 return {"link": probe_link(ranks, asked).to_json(), "tries": number}

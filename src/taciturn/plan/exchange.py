@@ -43,6 +43,8 @@ CARRIED_ON_ERROR = 0.25
 method takes beside its closed form, so much for each doubling of its largest size."""
 SHAPES_ERROR = 0.10
 """More, where coding depends on shapes and was measured with others."""
+SAME_SHAPES = 0.02
+"""Relative, of the bytes sent: less says that the shapes were these, as far as they matter."""
 UNMEASURED_ERROR = 1.0
 """Of the rest of a method that was not measured at all."""
 
@@ -225,6 +227,7 @@ class Pricer:
         coding = speed.codec_s[-1] / speed.elems[-1] if method.name in _BIASED else 0.0
         rest_s = _carried(speed.elems, rests, buffer.numel, coding)
         codec_s = _carried(speed.elems, speed.codec_s, buffer.numel)
+        near = _distance(speed, buffer.numel)
         inside = speed.elems[0] <= buffer.numel <= speed.elems[-1]
         if not inside:
             bounds = (ELEMENT_BYTES * speed.elems[0], ELEMENT_BYTES * speed.elems[-1])
@@ -239,8 +242,8 @@ class Pricer:
             doublings = max(0.0, math.log2(buffer.numel / speed.elems[-1]))
             share = rest_s / (rest_s + link.total_s) if rest_s else 0.0
             carried = CARRIED_ON_ERROR * max(1.0, doublings * share)
-        error = _left_out_error(speed)
-        if method.name == "powersgd":
+        error = near * _left_out_error(speed)
+        if method.name == "powersgd" and not _of_these_shapes(speed, buffer.numel, sent):
             error = math.hypot(error, SHAPES_ERROR)
         return ExchangeSeconds(
             link=link,
@@ -346,6 +349,19 @@ def _carried(
         for n, value in zip(elems[:-1], values[:-1], strict=True)
     ]
     return values[-1] + max(least_per_elem, 0.0, *rises) * (numel - elems[-1])
+
+
+def _distance(speed: MethodSpeed, numel: int) -> float:
+    """Return how far the nearest measured size is: 0 at it, 1 from a factor of two on."""
+    return min(1.0, *(abs(math.log2(numel / n)) for n in speed.elems))
+
+
+def _of_these_shapes(speed: MethodSpeed, numel: int, sent_bytes: int) -> bool:
+    """Whether what was measured at this size sent as much: a model's own group, or one like it."""
+    if speed.sent_bytes is None or numel not in speed.elems:
+        return False
+    measured = speed.sent_bytes[speed.elems.index(numel)]
+    return abs(measured - sent_bytes) <= SAME_SHAPES * sent_bytes
 
 
 def _left_out_error(speed: MethodSpeed) -> float:

@@ -101,6 +101,10 @@ class Model:
         """
         return self._buffers(group_bytes, group_bytes)
 
+    def group_shapes(self) -> tuple[tuple[Shape, ...], ...]:
+        """The shapes of the tensors of each group; empty where only sizes are known."""
+        return tuple(g.shapes for g in self.groups() if g.shapes is not None)
+
     def buckets(self) -> tuple[Buffer, ...]:
         """What stock DDP exchanges, and the hook for what it overlaps: 1 MiB first, then 25.
 

@@ -81,7 +81,11 @@ def pick(
 
         device: torch.device = next(p.device for p in model.parameters() if p.requires_grad)
         job = Job(
-            seconds=PROBE_S, methods=methods, timeout_s=transport.timeout_s, device=device.type
+            seconds=PROBE_S,
+            methods=methods,
+            timeout_s=transport.timeout_s,
+            device=device.type,
+            groups=exchanged.group_shapes(),
         )
         return probe_link(Ranks(transport, device, group), job)
 

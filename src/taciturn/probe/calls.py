@@ -8,9 +8,10 @@ counts from the last arrival.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,10 @@ from taciturn.aggregators import Aggregator, Group
 from taciturn.probe.steps import ITEM_BYTES, PING_BYTES, Step
 from taciturn.ranks import Ranks
 
-__all__ = ["Caller", "Sample", "gradient_group"]
+__all__ = ["Caller", "Sample", "Shapes", "gradient_group"]
+
+Shapes = tuple[tuple[int, ...], ...]
+"""Of the tensors of a group."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MATMUL_WIDTH = {"cpu": 192, "cuda": 4096}  # a millisecond or so
@@ -56,11 +60,16 @@ class Sample(NamedTuple):
         return self.end_s - self.start_s
 
 
-def gradient_group(elems: int) -> Group:
-    """The matrices and biases of one transformer block, ``elems`` elements in all.
+def gradient_group(elems: int, own: Sequence[Shapes] = ()) -> Group:
+    """A model's own group of ``elems`` elements; else matrices and biases of a transformer block.
 
     What is no matrix of the block is one vector: low-rank methods send it as it is.
     """
+    for some in own:
+        if sum(map(math.prod, some)) == elems:
+            return Group.of(
+                [(str(i), torch.empty(shape, device="meta")) for i, shape in enumerate(some)]
+            )
     width = 8
     while 12 * (width + 8) ** 2 <= elems:
         width += 8
@@ -85,6 +94,7 @@ class Caller:
         ranks: all of them.
         largest_bytes: of any buffer.
         largest_elems: that methods average.
+        own: groups of a model, as shapes of their tensors.
     """
 
     def __init__(
@@ -92,7 +102,9 @@ class Caller:
         ranks: Ranks,
         largest_bytes: int,
         largest_elems: int = 0,
+        own: Sequence[Shapes] = (),
     ) -> None:
+        self.own = own
         self.ranks, self.transport = ranks, ranks.transport
         device = ranks.device
         self.out = torch.zeros(largest_bytes, dtype=torch.uint8, device=device)
@@ -233,7 +245,10 @@ class Caller:
     def _method(self, step: Step) -> Sample:
         key = step.what, step.size
         if key not in self.aggregators:
-            self.aggregators[key] = methods.aggregator(step.what), gradient_group(step.size)
+            self.aggregators[key] = (
+                methods.aggregator(step.what),
+                gradient_group(step.size, self.own),
+            )
         aggregator, group = self.aggregators[key]
         work = self.out[: step.size * ITEM_BYTES].view(torch.float32)
         work.copy_(self.gradients[: step.size])

@@ -6,13 +6,14 @@ each in a random order of its own, the same on every rank.
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from taciturn import methods
 from taciturn.collectives.base import Cost
 from taciturn.errors import InputError, TaciturnError
 from taciturn.link import Link
-from taciturn.probe.calls import Caller, Sample, gradient_group
+from taciturn.probe.calls import Caller, Sample, Shapes, gradient_group
 from taciturn.probe.steps import (
     METHOD_ELEMS,
     SHARE_OF_A_SWEEP,
@@ -32,6 +33,7 @@ from taciturn.probe.steps import (
     Priced,
     Step,
     Sweep,
+    own_sizes,
     sweep,
 )
 from taciturn.probe.summary import Conditions, Taken, summarise
@@ -55,6 +57,8 @@ METHODS = (
     "powersgd:rank=2",
     "powersgd:rank=4",
     "powersgd:rank=4,alternate=true",
+    "powersgd:rank=8",
+    "powersgd:rank=16",
     "topk:ratio=0.01",
 )
 """Whose speed is measured if nothing else is said."""
@@ -75,6 +79,8 @@ class Job:
         timeout_s: a rank silent for longer ends the run.
         device: ``cpu`` (gloo) or ``cuda`` (NCCL).
         rate_bits_per_s: what all links are shaped to; None if they are not, or differ.
+        groups: that a model exchanges at once, as shapes of their tensors: methods are timed on
+            these, if the budget allows it.
     """
 
     seconds: float = 60.0
@@ -83,6 +89,7 @@ class Job:
     timeout_s: float = 60.0
     device: str = "cpu"
     rate_bits_per_s: int | None = None
+    groups: tuple[Shapes, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON. Law: ``Job.from_dict(job.to_dict()) == job``."""
@@ -91,7 +98,13 @@ class Job:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Job:
         """The job that :meth:`to_dict` wrote, also after a trip through JSON."""
-        return cls(**{**values, "methods": tuple(values["methods"])})
+        groups = tuple(tuple(map(tuple, some)) for some in values["groups"])
+        return cls(**{**values, "methods": tuple(values["methods"]), "groups": groups})
+
+    @property
+    def own(self) -> list[int]:
+        """Elements of each group."""
+        return [sum(map(math.prod, some)) for some in self.groups]
 
 
 class _Host(NamedTuple):
@@ -136,14 +149,14 @@ def _first_look(caller: Caller, crowding: float, seed: int) -> Pace:
     return Pace(small, beta, barrier_s, crowding)
 
 
-def _costs(method_texts: Sequence[str], ranks: int) -> dict[str, dict[int, Cost | None]]:
+def _costs(job: Job, ranks: int) -> dict[str, dict[int, Cost | None]]:
     """What a call of each method costs the busiest rank, by elements."""
     costs: dict[str, dict[int, Cost | None]] = {}
-    for text in method_texts:
+    for text in job.methods:
         aggregator = methods.aggregator(text)
         costs[text] = {}
-        for elems in METHOD_ELEMS:
-            group = gradient_group(elems)
+        for elems in {*METHOD_ELEMS, *own_sizes(job.own)}:
+            group = gradient_group(elems, job.groups)
             each = [aggregator.cost(group, torch.float32, ranks, rank) for rank in range(ranks)]
             known = [cost for cost in each if cost is not None]
             costs[text][elems] = max(known, key=_sent) if known else None
@@ -193,8 +206,8 @@ def probe_link(ranks: Ranks, job: Job, report: Callable[[Progress], None] | None
     crowding = max(1.0, max(names.count(name) for name in names) / cores)
     pace = _first_look(Caller(ranks, FIRST_LOOK[-1][0]), crowding, job.seed)
     dtypes = _reducible(ranks.transport)
-    plan = sweep(ranks.size, pace, job.seconds, dtypes, _costs(job.methods, ranks.size))
-    caller = Caller(ranks, plan.largest_bytes, plan.largest_elems)
+    plan = sweep(ranks.size, pace, job.seconds, dtypes, _costs(job, ranks.size), job.own)
+    caller = Caller(ranks, plan.largest_bytes, plan.largest_elems, job.groups)
     orders, swept = _sweeps(caller, plan, job, report)
     views = ranks.gather(swept)
     link: Link | TaciturnError | None = None
@@ -210,7 +223,7 @@ def probe_link(ranks: Ranks, job: Job, report: Callable[[Progress], None] | None
             seconds=time.monotonic() - began,
         )
         try:
-            link = summarise(conditions, _joined(orders, views))
+            link = _told(summarise(conditions, _joined(orders, views)), job, plan)
         except TaciturnError as error:  # the others must not wait for this rank
             link = error
     link = ranks.gather(link)[0]
@@ -218,6 +231,18 @@ def probe_link(ranks: Ranks, job: Job, report: Callable[[Progress], None] | None
         raise link
     assert link is not None
     return link
+
+
+def _told(link: Link, job: Job, plan: Sweep) -> Link:
+    """Return the link with a warning if a model's groups take more than the budget."""
+    timed = {step.size for step, _ in plan.steps if step.kind == "method"}
+    if not timed or {*own_sizes(job.own)} <= timed:
+        return link
+    warning = (
+        f"the budget of {job.seconds:g} s was too short to time methods on the model's own groups: "
+        "their times there are carried on from smaller ones; give more"
+    )
+    return replace(link, warnings=(*link.warnings, warning))
 
 
 def _sweeps(

@@ -19,6 +19,7 @@ from taciturn import methods, ranks
 from taciturn.errors import InputError
 from taciturn.files import check_file
 from taciturn.link import Link
+from taciturn.probe.calls import Shapes
 from taciturn.probe.measure import METHODS, Job, measure
 from taciturn.probe.table import render
 from taciturn.ranges import check_number, check_whole
@@ -58,6 +59,7 @@ class ProbeConfig:
         device: ``cpu`` (gloo) or ``cuda`` (NCCL; under torchrun).
         out: file for the link; None for none.
         html: file for the page; None for none.
+        groups: of a model; :class:`taciturn.probe.Job`.
 
     Raises:
         InputError, MethodError: something cannot be used.
@@ -72,6 +74,7 @@ class ProbeConfig:
     device: str = "cpu"
     out: Path | None = None
     html: Path | None = None
+    groups: tuple[Shapes, ...] = ()
 
     def __post_init__(self) -> None:
         check_number("--seconds", self.seconds, LEAST_SECONDS, MOST_SECONDS)
@@ -121,6 +124,7 @@ class ProbeConfig:
             timeout_s=self.timeout_s,
             device=self.device,
             rate_bits_per_s=rate_bits_per_s,
+            groups=self.groups,
         )
 
 

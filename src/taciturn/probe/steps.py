@@ -14,7 +14,17 @@ from typing import NamedTuple
 
 from taciturn.collectives.base import Cost
 
-__all__ = ["ITEM_BYTES", "PING_BYTES", "Pace", "Priced", "Step", "Sweep", "pairings", "sweep"]
+__all__ = [
+    "ITEM_BYTES",
+    "PING_BYTES",
+    "Pace",
+    "Priced",
+    "Step",
+    "Sweep",
+    "own_sizes",
+    "pairings",
+    "sweep",
+]
 
 Pair = tuple[int, int]
 Priced = tuple["Step", float]
@@ -202,6 +212,7 @@ def sweep(
     budget_s: float,
     dtypes: Sequence[str],
     costs: Mapping[str, Mapping[int, Cost | None]],
+    own: Sequence[int] = (),
 ) -> Sweep:
     """The steps of one sweep.
 
@@ -212,6 +223,8 @@ def sweep(
         dtypes: that the backend sums, of ``fp32`` and ``bf16``.
         costs: for each method and number of elements what a call costs the busiest rank; None where
             the backend's own all_reduce is used.
+        own: numbers of elements that a model exchanges at once, in ``costs`` too; methods are
+            timed at these, if all of them can be within the budget.
     """
     share = {kind: budget_s * SHARE_OF_A_SWEEP * part for kind, part in SHARES.items()}
     steps: list[Priced] = []
@@ -262,13 +275,20 @@ def sweep(
         telling = ranks * pace.telling_bytes
         for size, repeats in _sizes(LARGEST_BYTES, all_reduce_s, telling, share[dtype]).items():
             add(Step("all_reduce", size, dtype), pace.all_reduce_s(size, ranks), repeats)
-    return Sweep(tuple(steps + _method_steps(ranks, pace, share["method"], costs)))
+    return Sweep(tuple(steps + _method_steps(ranks, pace, share["method"], costs, own)))
 
 
 def _method_steps(
-    ranks: int, pace: Pace, budget_s: float, costs: Mapping[str, Mapping[int, Cost | None]]
+    ranks: int,
+    pace: Pace,
+    budget_s: float,
+    costs: Mapping[str, Mapping[int, Cost | None]],
+    own: Sequence[int],
 ) -> list[Priced]:
-    """Of each method the largest size that its part of the budget allows, and smaller ones."""
+    """Of each method the model's own sizes, or the largest that its part of the budget allows.
+
+    And smaller ones: all methods at the same of a model, so that they can be told apart there.
+    """
 
     def seconds(method: str, elems: int) -> float:
         cost = costs[method][elems]
@@ -283,10 +303,16 @@ def _method_steps(
     def repeats(one: float) -> int:
         return next((often for below_s, often in METHOD_REPEATS if one < below_s), 1)
 
+    wanted = own_sizes(own)
+    if wanted and sum(seconds(m, n) for m in costs for n in wanted) > budget_s:
+        wanted = []
     steps: list[Priced] = []
     for method in costs:
         sizes = list(METHOD_ELEMS)
         while True:
+            if wanted:
+                prices = {n: seconds(method, n) for n in wanted}
+                break
             prices = {n: seconds(method, n) for n in _spread(sizes)}
             whole = sum(repeats(one) * one for one in prices.values())
             if len(sizes) == METHOD_SIZES or whole <= budget_s / len(costs):
@@ -295,6 +321,18 @@ def _method_steps(
         for elems, one in prices.items():
             steps += [(Step("method", elems, method), one)] * repeats(one)
     return steps
+
+
+def own_sizes(own: Sequence[int]) -> list[int]:
+    """Sizes at which methods are timed for a model with groups of these; ascending.
+
+    Its smallest and its largest group, and one or two that take next to no time.
+    """
+    if not own:
+        return []
+    least, most = min(own), max(own)
+    quick = [n for n in METHOD_ELEMS[:2] if 2 * n <= least] or METHOD_ELEMS[:1]
+    return sorted({*quick, least, most})
 
 
 def _spread(sizes: Sequence[int]) -> list[int]:
