@@ -304,13 +304,23 @@ def second(values: tuple[Any, ...] | None, one: Any) -> tuple[Any, ...]:
     return (values[0], one, *values[2:])
 
 
+def test_a_probe_of_other_sizes_is_told_of() -> None:
+    """With one of the model itself, and with sizes alone, there is nothing better to be had."""
+    says = "taciturn probe --model is surer"
+    (group,) = SMALL.groups()
+    assert any(says in note for note in plan(make_link()).notes)
+    own = make_link(elems=(1 << 14, group.numel))
+    assert not any(says in note for note in plan(own, SMALL).notes)
+    assert not any(says in note for note in plan(make_link(), parse_model("25MiB,3MiB")).notes)
+
+
 @pytest.mark.parametrize("method", ["quantized:bits=8", "powersgd:rank=8"])
 def test_what_was_timed_on_the_models_own_groups_is_known_best(method: str) -> None:
     """There the prediction is the measurement, without an interpolation's error.
 
     Nor with that of other shapes, where as many bytes were sent.
     """
-    (group,) = parse_model("gpt-05m").groups()
+    (group,) = SMALL.groups()
     link = make_link(8, 200e6, elems=(1 << 14, 1 << 17, 1 << 22), methods=["quantized:bits=8"])
     told = schedule(parse(method), group.numel, 8, shapes=group.shapes)
     assert told is not None

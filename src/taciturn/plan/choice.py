@@ -174,7 +174,7 @@ def make_plan(
         left_out=left_out,
         losses={c.name: found for c in known if (found := losses_of(c)) is not None},
         recommendation=_Chooser(predictors, demand, rate).recommend(rows),
-        notes=(*model.notes, *_notes(link, ranks, compute)),
+        notes=(*model.notes, *_notes(link, ranks, compute), *_own_note(model, link)),
     )
 
 
@@ -207,6 +207,17 @@ def _notes(link: Link, ranks: int, compute: Compute) -> tuple[str, ...]:
     if compute.step_s == 0:
         notes.append("No compute is known: every exchange is taken to be waited for in full.")
     return tuple(notes)
+
+
+def _own_note(model: Model, link: Link) -> tuple[str, ...]:
+    """Say that a probe can know a model; of sizes alone it cannot."""
+    own = {group.numel for group in model.groups()}
+    timed = {numel for speed in link.methods for numel in speed.elems}
+    if not model.shapes_known or not timed or own & timed:
+        return ()
+    return (
+        "Methods were not timed on this model's own gradients: taciturn probe --model is surer.",
+    )
 
 
 def _half(predictor: Predictor, error: float, scale: float) -> float:
