@@ -40,6 +40,7 @@ SMALLEST_PAIR_BYTES = 1 << 16
 LEAST_SIZES = 5  # what a line and a look at its residual take
 METHOD_ELEMS = (1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 23)
 METHOD_SIZES = 3
+OWN_MORE = 1.5  # times what three sizes take: a model's own groups may take that
 BESIDE_S = 0.1  # of an exchange beside which matrices are multiplied: many times one product
 PAIRS_ALONE = 8  # ranks up to which each pair of the matrix has the machine to itself
 REPEATS = ((0.005, 25), (0.015, 11), (0.05, 7), (0.4, 3))  # of a step of less
@@ -303,24 +304,28 @@ def _method_steps(
     def repeats(one: float) -> int:
         return next((often for below_s, often in METHOD_REPEATS if one < below_s), 1)
 
-    wanted = own_sizes(own)
-    if wanted and sum(seconds(m, n) for m in costs for n in wanted) > budget_s:
-        wanted = []
-    steps: list[Priced] = []
-    for method in costs:
+    def within(method: str) -> dict[int, float]:
+        """Seconds at three sizes, the largest that the method's part of the budget allows."""
         sizes = list(METHOD_ELEMS)
         while True:
-            if wanted:
-                prices = {n: seconds(method, n) for n in wanted}
-                break
             prices = {n: seconds(method, n) for n in _spread(sizes)}
             whole = sum(repeats(one) * one for one in prices.values())
             if len(sizes) == METHOD_SIZES or whole <= budget_s / len(costs):
-                break
+                return prices
             sizes.pop()
-        for elems, one in prices.items():
-            steps += [(Step("method", elems, method), one)] * repeats(one)
-    return steps
+
+    chosen = {method: within(method) for method in costs}
+    known = {method: {n: seconds(method, n) for n in own_sizes(own)} for method in costs}
+    # Three sizes are timed in any case: what takes not much more than these can be had too.
+    once_s, own_s = (sum(sum(one.values()) for one in of.values()) for of in (chosen, known))
+    if own_s and own_s <= max(budget_s, OWN_MORE * once_s):
+        chosen = known
+    return [
+        priced
+        for method, prices in chosen.items()
+        for elems, one in prices.items()
+        for priced in [(Step("method", elems, method), one)] * repeats(one)
+    ]
 
 
 def own_sizes(own: Sequence[int]) -> list[int]:
