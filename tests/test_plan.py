@@ -396,6 +396,20 @@ def test_extrapolated_ranks_are_marked_everywhere() -> None:
     assert far.to_json()["predictions"][0]["extrapolated"]
 
 
+def test_rounds_that_nobody_has_seen_are_no_gain() -> None:
+    """A short call between 4 ranks says little of 8190 rounds between 4096; of bytes it does."""
+    slow_to_start = make_link(4, 1e9, 1e-3, methods=["ring"])
+    later = {
+        dtype: line(10 * fit.alpha_s.value, fit.beta_s_per_byte.value)
+        for dtype, fit in slow_to_start.all_reduce.items()
+    }
+    far = plan(replace(slow_to_start, all_reduce=later), parse_model("1MiB"), ranks=4096)
+    assert far.recommendation.name in BASELINES
+    assert "ring, would gain" in far.recommendation.sentence
+    of_bytes = plan(make_link(4, 1e8, 1e-6), parse_model("gpt-50m"), ranks=64)
+    assert of_bytes.recommendation.name not in BASELINES
+
+
 def test_sizes_of_buckets_leave_out_what_needs_shapes() -> None:
     """PowerSGD's bytes depend on matrices: with sizes alone it is left out, with the reason."""
     made = plan(make_link(), parse_model("25MiB,25MiB,3MiB"), quality="any")

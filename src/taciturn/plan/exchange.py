@@ -41,6 +41,9 @@ over the rows of ``benchmarks/ddp_step.json``: what is measured no better is pre
 CARRIED_ON_ERROR = 0.25
 """More, where sizes or the number of ranks lie outside of what was measured. At least: of what a
 method takes beside its closed form, so much for each doubling of its largest size."""
+ROUNDS_ERROR = 0.10
+"""More, of what rounds take beside their bytes, for each doubling of the ranks that were probed: of
+many rounds, each as between few ranks, nobody has seen one."""
 SHAPES_ERROR = 0.10
 """More, where coding depends on shapes and was measured with others."""
 SAME_SHAPES = 0.02
@@ -169,7 +172,7 @@ class Pricer:
             link=link,
             rest_s=rest_s,
             codec_s=codec_s,
-            own_error=self._own_error(error, carried),
+            own_error=self._own_error(error, carried, self._rounds_error(link, rest_s)),
             shared_error=self._shared_error,
             sent_bytes=2 * (self.ranks - 1) * size_bytes // self.ranks if gloo else None,
             workspace_bytes=item_bytes * buffer.numel if narrow else 0,
@@ -249,7 +252,7 @@ class Pricer:
             link=link,
             rest_s=rest_s,
             codec_s=codec_s,
-            own_error=self._own_error(error, carried),
+            own_error=self._own_error(error, carried, self._rounds_error(link, rest_s)),
             shared_error=self._shared_error,
             sent_bytes=sent,
             workspace_bytes=workspace,
@@ -303,8 +306,16 @@ class Pricer:
             return ()
         return (f"{self.ranks} ranks, measured with {self.link.ranks}",)
 
-    def _own_error(self, fitted: float, more: float = 0.0) -> float:
-        return math.hypot(LEAST_ERROR, min(fitted, UNMEASURED_ERROR), more)
+    def _own_error(self, fitted: float, *more: float) -> float:
+        return math.hypot(LEAST_ERROR, min(fitted, UNMEASURED_ERROR), *more)
+
+    def _rounds_error(self, link: LinkSeconds, rest_s: float) -> float:
+        """Return what other ranks than the probed ones add, by the share of rounds in it."""
+        total_s = link.total_s + rest_s
+        if not total_s:
+            return 0.0
+        doublings = abs(math.log2(self.ranks / self.link.ranks))
+        return ROUNDS_ERROR * doublings * link.latency_s / total_s
 
     @property
     def _shared_error(self) -> float:
