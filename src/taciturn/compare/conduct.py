@@ -141,7 +141,7 @@ class _Conductor:
         experiment, order = self.experiment, random.Random(regime)
         found: list[Job] = []
         for seed in experiment.run_seeds():
-            some = []
+            some = [plan.compute_job(experiment, regime, seed)]
             for contender in experiment.contenders:
                 actual = plan.standing_for(experiment, self.records, contender, regime)
                 text = plan.timed_method(experiment, self.records, actual, regime)
@@ -198,7 +198,7 @@ def _expected(experiment: Experiment) -> dict[str, int]:
     variants = sum(len(c.variants()) for c in e.baselines)
     return {
         "train": trials + e.target_seeds + runs * (len(e.regimes) if e.mode == "direct" else 1),
-        "time": len(e.regimes) * (1 + variants + runs),
+        "time": len(e.regimes) * (1 + variants + runs + e.seeds),
         "errors": sum(comparable(c.variants()[0]).averages_gradients for c in e.contenders),
         "probe": len(e.regimes) * 2,
         "plan": len(e.regimes),

@@ -185,9 +185,12 @@ def time_job(experiment: Experiment, regime: str, method: str, seed: int) -> Job
     }
 
 
-def compute_job(experiment: Experiment, regime: str) -> Job:
-    """Steps without any exchange, with all ranks at work, timed."""
-    return time_job(experiment, regime, COMPUTE, TUNING_SEED)
+def compute_job(experiment: Experiment, regime: str, seed: int = TUNING_SEED) -> Job:
+    """Steps without any exchange, with all ranks at work, timed.
+
+    With a run's seed among the timings of its methods; without, before anything is foretold.
+    """
+    return time_job(experiment, regime, COMPUTE, seed)
 
 
 def variant_jobs(experiment: Experiment, regime: str) -> list[Job]:

@@ -259,8 +259,10 @@ def _share(
     experiment: Experiment, records: Records, contender: Contender, regime: str
 ) -> Share | None:
     times = times_of(experiment, records, contender, regime)
-    compute = records.find(compute_job(experiment, regime))
-    if not times or compute is None or compute.result is None:
+    seeds = experiment.run_seeds()
+    beside = [records.find(compute_job(experiment, regime, seed)) for seed in seeds]
+    computed = [r.result["step_s"] for r in beside if r is not None and r.result is not None]
+    if not times or not computed:
         return None
     actual = standing_for(experiment, records, contender, regime)
     method = timed_method(experiment, records, actual, regime)
@@ -270,7 +272,7 @@ def _share(
         key: statistics.fmean(t[key] for t in times) for key in ("step_s", "codec_s", "waiting_s")
     }
     sent = [t["sent_bytes"] if t["sent_bytes"] is not None else t["interface_bytes"] for t in times]
-    compute_s = float(compute.result["step_s"])
+    compute_s = statistics.fmean(computed)
     return Share(
         step_s=mean["step_s"],
         compute_s=compute_s,
