@@ -58,6 +58,14 @@ WRONG = {
         GOOD.replace("seeds = 5", "trials = 9"),
         "baseline_trials=8: give a whole number from 9",
     ),
+    "rates that fall": (
+        GOOD.replace("seeds = 5", "learning_rates = [0.01, 0.001]"),
+        "line 4: learning_rates=[0.01, 0.001]: give two, least first",
+    ),
+    "a code that cannot be decoded": (
+        GOOD.replace("powersgd:rank={rank}", "coded:passes={rank}").replace("[1, 2]", "[4, 64]"),
+        "line 7: 'coded:passes={rank}': a decoding matrix of size 64",
+    ),
     "no regime": (GOOD.replace('["100mbit", "unshaped"]', "[]"), "no regimes"),
     "a regime that is none": (GOOD.replace("100mbit", "fast"), "line 2: 'fast' is not a rate"),
     "a regime twice": (GOOD.replace("unshaped", "100mbit"), "there twice"),

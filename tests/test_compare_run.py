@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,17 @@ def test_what_was_decided_before_stays(
             asked(tmp_path / "out", QUIET)
     with pytest.raises(InputError, match=says):
         add_seeds(tmp_path / "out", 5, QUIET, QUIET)
+
+
+def test_a_batch_that_ranks_cannot_share_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is known before anything is started."""
+    monkeypatch.chdir(OWN)
+    odd = replace(read_experiment(Path("experiment.toml")), ranks=3)
+    with pytest.raises(InputError, match="a global batch of 64 for 3 ranks; give a multiple"):
+        compare(odd, tmp_path / "out", QUIET, QUIET)
+    assert not (tmp_path / "out").exists()
 
 
 def test_folders_without_an_experiment(tmp_path: Path) -> None:

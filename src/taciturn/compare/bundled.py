@@ -192,8 +192,8 @@ def load_task(text: str) -> Task:
     where, _, what = plain.partition(":")
     if not where or not what:
         raise InputError(
-            f"task {text!r} is none that is known{nearest(plain, list(BUNDLED))} Your own is "
-            "written module:callable, and returns a taciturn.compare.Task"
+            f"task {text!r} is none that is known{nearest(plain, list(BUNDLED))}\n"
+            "Your own is written module:callable, and returns a taciturn.compare.Task"
         )
     folder = str(Path.cwd())
     if folder not in sys.path:  # as python -m does

@@ -236,8 +236,13 @@ def remaining(experiment: Experiment, records: Records) -> tuple[int, int]:
 
 
 def about_here(experiment: Experiment) -> dict[str, Any]:
-    """What the records are made with, here and now."""
+    """What the records are made with, here and now.
+
+    Raises:
+        InputError: a task that cannot be loaded, or not be trained by so many ranks.
+    """
     task = load_task(experiment.task)
+    task.check_ranks(experiment.ranks)
     return {
         "taciturn": _version("taciturn"),
         "torch": _version("torch"),

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from taciturn.compare.methods import AUTO, BASELINE, comparable
-from taciturn.errors import InputError, TaciturnError
+from taciturn.errors import CodeError, InputError, TaciturnError
 from taciturn.ranges import check_number, check_whole
 from taciturn.units import parse_rate
 
@@ -78,7 +78,10 @@ class Contender:
                 f"{sorted(self.space) or 'none'}"
             )
         for text in self.variants():
-            comparable(text)
+            try:
+                comparable(text)
+            except CodeError as error:  # which knows numbers, and no method
+                raise CodeError(f"{self.method!r}: {error}") from error
 
     def variants(self) -> list[str]:
         """The method with all combinations of its knobs."""
@@ -198,11 +201,10 @@ class Experiment:
         self._check_regimes()
 
     def _check_rates(self) -> None:
-        if len(self.learning_rates) != 2:
+        for rate in self.learning_rates:
+            check_number("learning_rates", rate, 0, above=True)
+        if len(self.learning_rates) != 2 or self.learning_rates[0] > self.learning_rates[1]:
             raise InputError(f"learning_rates={list(self.learning_rates)}: give two, least first")
-        low, high = self.learning_rates
-        check_number("learning_rates", low, 0, above=True)
-        check_number("learning_rates", high, low)
 
     def _check_methods(self) -> None:
         if not self.methods:

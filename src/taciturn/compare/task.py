@@ -86,6 +86,18 @@ class Task:
                 "see one twice"
             )
 
+    def check_ranks(self, ranks: int) -> None:
+        """Whether a global batch can be shared out evenly.
+
+        Raises:
+            InputError: it cannot.
+        """
+        if self.global_batch % ranks:
+            raise InputError(
+                f"task {self.name}: a global batch of {self.global_batch} for {ranks} ranks; give "
+                "a multiple"
+            )
+
     def judged(self, module: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
         """The sum to become small over a held-out batch, and its count."""
         return (self.judge or self.loss)(module, batch)

@@ -391,11 +391,7 @@ def check_task(task: Task, seed: int) -> None:
         InputError: on every rank alike.
     """
     ranks = dist.get_world_size()
-    if task.global_batch % ranks:
-        raise InputError(
-            f"task {task.name}: a global batch of {task.global_batch} for {ranks} ranks; give a "
-            "multiple"
-        )
+    task.check_ranks(ranks)
     digest, problem = "", ""
     try:
         net = task.model(seed)
