@@ -201,6 +201,23 @@ BAD_TASKS = {
         "import os; return task(facts={'rank': os.environ.get('RANK', '0')})",
         "not the same on rank 1",
     ),
+    "it has other numbers on each rank": (
+        "import os; return task(examples=64 + int(os.environ.get('RANK', '0')))",
+        "not the same on rank 1",
+    ),
+    "it learns at another rate on each rank": (
+        (
+            "from os import environ as e; return task("
+            "optimizer=lambda p, lr: torch.optim.SGD(p, lr * (1 + int(e.get('RANK', 0)))))"
+        ),
+        "not the same on rank 1",
+    ),
+    "its optimizer is none": ("return task(optimizer=lambda p, lr: None)", "NoneType"),
+    "it ends the program": ("raise SystemExit(3)", "SystemExit: 3"),
+    "its model ends the program": (
+        "return task(model=lambda seed: exit(4))",
+        "rank 0: SystemExit: 4",
+    ),
     "it is judged by less than nothing": (
         "return task(judge=lambda m, b: (torch.tensor(-1.0), 4))",
         "is negative",
@@ -243,7 +260,7 @@ def test_a_bad_task_is_refused(what: str, tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "e.toml").write_text(text)
     with pytest.raises(TaciturnError, match=message):
         compare(read_experiment(tmp_path / "e.toml"), tmp_path / "out", QUIET, QUIET)
-    unknown = what in ("it fails", "it is none")
+    unknown = what in ("it fails", "it is none", "it ends the program", "its batch cannot be split")
     assert not (unknown and (tmp_path / "out").exists()), "a folder of no experiment"
 
 

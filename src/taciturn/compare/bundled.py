@@ -201,7 +201,7 @@ def load_task(text: str) -> Task:
     try:
         made = getattr(importlib.import_module(where), what)
         task = made()
-    except Exception as error:  # the user's code: whatever it raises is said
+    except (Exception, SystemExit) as error:  # the user's code: whatever it raises is said
         raise InputError(f"task {text!r}: {described(error)}") from error
     if not isinstance(task, Task):
         raise InputError(

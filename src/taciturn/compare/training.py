@@ -16,7 +16,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -395,7 +395,9 @@ def check_task(task: Task, seed: int) -> None:
     digest, problem = "", ""
     try:
         net = task.model(seed)
-        state = hashlib.sha256(repr(dict(task.facts)).encode())
+        optimizer = task.optimizer(net.parameters(), 1e-3)
+        rates = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+        state = hashlib.sha256(repr((_numbers(task), type(optimizer), rates)).encode())
         for name, tensor in net.state_dict().items():
             state.update(name.encode() + tensor.detach().double().numpy().tobytes())
         ids = torch.arange(min(4, task.examples))
@@ -416,10 +418,16 @@ def check_task(task: Task, seed: int) -> None:
             problem = f"its batch of {len(ids)} examples had {tokens} and {count} tokens"
         state.update(repr((float(total.detach()), tokens, float(value), count)).encode())
         digest = state.hexdigest()
-    except Exception as error:  # the user's code
+    except (Exception, SystemExit) as error:  # the user's code
         problem = described(error)
     told: list[Any] = [None] * ranks
-    dist.all_gather_object(told, (digest, problem))
+    try:
+        dist.all_gather_object(told, (digest, problem))
+    except RuntimeError as error:  # within the time-out of the group
+        raise InputError(
+            f"task {task.name}: not all ranks came to the end of its model and first batches in "
+            f"time; one of them may hang in the task's own code: {described(error)}"
+        ) from error
     for rank, (_, what) in enumerate(told):
         if what:
             raise InputError(f"task {task.name}, rank {rank}: {what}")
@@ -427,9 +435,15 @@ def check_task(task: Task, seed: int) -> None:
     if different:
         raise InputError(
             f"task {task.name} is not the same on rank {different[0]} as on rank 0 (model of seed "
-            f"{seed}, facts, or the loss of the first examples): nothing in it may depend on the "
-            "rank, or on a random state that is not of the seed"
+            f"{seed}, optimizer, numbers, facts, or the loss of the first examples): nothing in it "
+            "may depend on the rank, or on a random state that is not of the seed"
         )
+
+
+def _numbers(task: Task) -> dict[str, Any]:
+    """All of a task that is no function."""
+    values = ((f.name, getattr(task, f.name)) for f in fields(task))
+    return {name: value for name, value in values if not callable(value)}
 
 
 def _sum(number: float) -> float:
