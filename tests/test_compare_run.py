@@ -20,11 +20,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from taciturn.compare import Experiment, Records, outcome_of, read_experiment
+from taciturn.compare import Experiment, Records, outcome_of, read_experiment, sessions
 from taciturn.compare.experiment import LOOPBACK
 from taciturn.compare.run import add_seeds, compare, report, status
 from taciturn.compare.sessions import Networks
-from taciturn.errors import InputError, TaciturnError
+from taciturn.errors import InputError, TaciturnError, TestbedError
 
 OWN = Path(__file__).resolve().parent.parent / "examples" / "own_task"
 QUIET = Console(quiet=True)
@@ -262,6 +262,20 @@ def test_a_bad_task_is_refused(what: str, tmp_path: Path, monkeypatch: pytest.Mo
         compare(read_experiment(tmp_path / "e.toml"), tmp_path / "out", QUIET, QUIET)
     unknown = what in ("it fails", "it is none", "it ends the program", "its batch cannot be split")
     assert not (unknown and (tmp_path / "out").exists()), "a folder of no experiment"
+
+
+def test_a_task_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On all ranks at once, where none is missed by another."""
+    body = "import time; return task(batch=lambda split, ids: time.sleep(3600))"
+    (tmp_path / "hangs.py").write_text(TASK.replace("BODY", body))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sessions, "START_S", 12.0)
+    with (
+        Networks("hangs:make", 2, 3.0) as networks,
+        pytest.raises(TestbedError, match="15 s; does"),
+    ):
+        networks.do(LOOPBACK, {"kind": "trial"})
 
 
 METHODS = (

@@ -36,6 +36,8 @@ from taciturn.units import parse_rate
 __all__ = ["Done", "Networks", "run_rank"]
 
 SESSION_S = 30 * 86_400.0
+START_S = 300.0
+"""In which ranks can be started on a machine that is busy, beside what a task may be silent for."""
 GRACE_S = 6.0
 MOST_RANKS = 16
 """That wait at the same time, on all networks but the one in use: each is a process with torch."""
@@ -129,8 +131,8 @@ class _Session:
                 grace_s=GRACE_S,
                 output="capture",
             )
-            if not self._wait_for("ready"):
-                raise TestbedError(f"the ranks could not begin: {self._why()}")
+            if not self._wait_for("ready", within_s=START_S + timeout_s):
+                raise TestbedError(f"the ranks could not begin: {self._why_not(timeout_s)}")
             self._stack = stack.pop_all()
 
     def do(self, job: Job) -> Done:
@@ -162,6 +164,15 @@ class _Session:
             write_whole(self.folder / "end", "")
             self._wait_for("nothing more", within_s=GRACE_S)
         self._stack.close()
+
+    def _why_not(self, timeout_s: float) -> str:
+        """Return why ranks are not ready; if they are still at it, that is the task's own code."""
+        if self._running.done:
+            return self._why()
+        return (
+            f"they were silent for {START_S + timeout_s:g} s; does the task's own code wait for "
+            "something? Give a longer timeout_s if it needs more to begin"
+        )
 
     def _why(self) -> str:
         """Return why a session failed: the first rank's own words, or how it ended."""
