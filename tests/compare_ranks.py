@@ -79,4 +79,4 @@ class MadeUpRanks:
         return {"replica_error": 0.0, "mean_error": 0.0, "spread": 0.0}
 
     def _probe(self, _: Mapping[str, Any]) -> dict[str, Any]:
-        return {"link": LINK, "tries": 1}
+        return {"link": LINK}

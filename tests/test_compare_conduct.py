@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from compare_ranks import MadeUpRanks
 from taciturn.compare import Contender, Experiment, Records, outcome_of
 from taciturn.compare.conduct import TRIES, about_here, conduct, remaining
 from taciturn.compare.experiment import LOOPBACK
+from taciturn.compare.jobs import target_value
 from taciturn.compare.outcome import MOST_DRIFT, Rate, drift_of
 from taciturn.compare.predictions import probed_methods
 from taciturn.errors import InputError
@@ -136,6 +138,32 @@ def test_a_baseline_that_never_ends_is_said(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="so there is no target: InputError on rank 0: disturbed"):
         conduct(EXPERIMENT, records(tmp_path), ranks)
     assert {job["kind"] for _, job in ranks.done} == {"trial", "target"}
+
+
+@pytest.mark.parametrize("baseline", [0, 1])
+def test_a_baseline_that_is_not_tuned_is_no_rival(tmp_path: Path, baseline: int) -> None:
+    """Without any tuning run nothing goes on; with fewer than a method has rule 5 is broken."""
+    method = EXPERIMENT.baselines[baseline].variants()[0]
+    failing = {"kind": "trial", "method": method}
+    none = tmp_path / "none"
+    none.mkdir()
+    with pytest.raises(InputError, match=r"none of the 2 tuning runs .* disturbed"):
+        conduct(EXPERIMENT, records(none), MadeUpRanks(failing))
+    kept = records(tmp_path)
+    conduct(EXPERIMENT, kept, MadeUpRanks(failing, times=1))
+    rows = outcome_of(EXPERIMENT, kept).rows_json()
+    assert {row["verdict"] for row in rows} == {"not shown"}
+    assert all("rule 5, the baseline was tuned in 1 runs" in row["broken"][0] for row in rows)
+
+
+def test_the_target_is_a_median(tmp_path: Path) -> None:
+    """Of an even number of runs too: the mean of the two in the middle."""
+    kept = records(tmp_path)
+    two = replace(EXPERIMENT, target_seeds=2)
+    conduct(two, kept, MadeUpRanks())
+    runs = [r.result["points"][-1]["value"] for r in kept.of_kind("target")]  # type: ignore[index]
+    assert target_value(two, kept) == pytest.approx(sum(runs) / 2)
+    assert runs[0] != runs[1]
 
 
 def test_all_that_is_compared_is_probed() -> None:

@@ -21,6 +21,7 @@ import pytest
 from rich.console import Console
 
 from taciturn.compare import Experiment, Records, outcome_of, read_experiment, sessions
+from taciturn.compare.conduct import about_here
 from taciturn.compare.experiment import LOOPBACK
 from taciturn.compare.run import add_seeds, compare, report, status
 from taciturn.compare.sessions import Networks
@@ -201,6 +202,17 @@ BAD_TASKS = {
         "import os; return task(facts={'rank': os.environ.get('RANK', '0')})",
         "not the same on rank 1",
     ),
+    "its loss has no count": (
+        "return task(loss=lambda m, b: m(b).sum())",
+        "its loss returns Tensor",
+    ),
+    "its judge has no count": ("return task(judge=lambda m, b: 1.0)", "its judge returns float"),
+    "its loss is a number": ("return task(loss=lambda m, b: (1.0, 4))", "no scalar tensor"),
+    "its judge is NaN": (
+        "return task(judge=lambda m, b: (torch.tensor(float('nan')), 4))",
+        "what it is judged by is not finite",
+    ),
+    "its tokens are others": ("return task(tokens_per_example=7)", "says tokens_per_example=7"),
     "it has other numbers on each rank": (
         "import os; return task(examples=64 + int(os.environ.get('RANK', '0')))",
         "not the same on rank 1",
@@ -216,7 +228,7 @@ BAD_TASKS = {
     "it ends the program": ("raise SystemExit(3)", "SystemExit: 3"),
     "its model ends the program": (
         "return task(model=lambda seed: exit(4))",
-        "rank 0: SystemExit: 4",
+        "task bad: SystemExit: 4",
     ),
     "it is judged by less than nothing": (
         "return task(judge=lambda m, b: (torch.tensor(-1.0), 4))",
@@ -260,8 +272,29 @@ def test_a_bad_task_is_refused(what: str, tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "e.toml").write_text(text)
     with pytest.raises(TaciturnError, match=message):
         compare(read_experiment(tmp_path / "e.toml"), tmp_path / "out", QUIET, QUIET)
-    unknown = what in ("it fails", "it is none", "it ends the program", "its batch cannot be split")
-    assert not (unknown and (tmp_path / "out").exists()), "a folder of no experiment"
+    told_by_ranks = message == "not the same on rank 1"
+    assert (tmp_path / "out").exists() == told_by_ranks, "a folder of no experiment"
+
+
+def test_a_task_that_changed_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records of a task of the same name that is another by now are not pooled."""
+    told = []
+    for number, body in enumerate(("return task()", "return task(clip_norm=3.0)", "return task()")):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "mine.py").write_text(TASK.replace("BODY", body))
+        with monkeypatch.context() as patch:
+            patch.chdir(folder)
+            patch.syspath_prepend(folder)
+            patch.delitem(sys.modules, "mine", raising=False)
+            made = replace(read_experiment(OWN / "experiment.toml"), task="mine:make")
+            told.append(about_here(made))
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    path = tmp_path / "records.jsonl"
+    Records(path, told[0])
+    Records(path, told[2])
+    with pytest.raises(InputError, match="was made with facts"):
+        Records(path, told[1])
 
 
 def test_a_task_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,6 +115,20 @@ def test_few_runs_show_nothing_and_say_how_many_would() -> None:
     assert "2 pairs are too few: it takes 5; about 3 more runs would settle it" in row.why
 
 
+def test_the_runs_that_are_needed_are_those_that_it_says() -> None:
+    """As a number and in words, also where times vary and ten are needed."""
+    noise = random.Random(1)
+
+    def varied(r: Run) -> Run:
+        factor = 1 + noise.gauss(0, 0.3)
+        return replace(r, points=tuple(replace(p, seconds=factor * p.seconds) for p in r.points))
+
+    row = rows(varied, seeds=3, ratio=0.3)
+    assert row.runs_needed is not None
+    assert row.runs_needed >= 10
+    assert f"about {row.runs_needed - 3} more runs would settle it" in row.why
+
+
 def test_times_that_vary_need_ten_seeds() -> None:
     """Rule 6: a variation above 5 % asks for ten."""
     noise = random.Random(3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -50,3 +51,18 @@ def test_a_file_is_written_whole(tmp_path: Path) -> None:
     write_whole(path, "new \N{EM DASH}")
     assert path.read_text("utf-8") == "new \N{EM DASH}"
     assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
+    """What cannot be written whole changes nothing, and leaves nothing beside it."""
+    path = tmp_path / "a.html"
+    write_whole(path, "old")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))  # Python ignores SIGXFSZ
+    try:
+        with pytest.raises(OSError):  # noqa: PT011 - the system's own words
+            write_whole(path, "new" * 1000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.read_text("utf-8") == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["a.html"]

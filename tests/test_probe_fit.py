@@ -129,7 +129,7 @@ def test_refuses(sizes: list[int], samples: list[list[float]], says: str) -> Non
 @pytest.mark.parametrize("last", [1, 2])
 def test_a_flat_end_is_no_reason_to_refuse_what_rises(last: int) -> None:
     """Of times that grow a hundredfold the last ones may not: a busy machine is enough for that."""
-    seconds = line(1e-4, 1e-9)
+    seconds = [line(1e-4, 1e-9)(size) for size in SIZES]
     seconds[-last:] = [max(seconds[:-last])] * last
     fit = fit_curve(SIZES, [[s] * 3 for s in seconds])
     assert fit.beta_s_per_byte.value > 0

@@ -18,7 +18,8 @@ from taciturn.errors import InputError, MethodError, TaciturnError
 from taciturn.link import Link
 from taciturn.probe import Job, ProbeConfig, measure, probe, probe_link
 from taciturn.probe.measure import METHODS
-from taciturn.probe.summary import Taken, summarise
+from taciturn.probe.steps import Pace, Sweep
+from taciturn.probe.summary import Conditions, Taken, summarise
 from taciturn.ranks import Progress, Ranks
 from taciturn.testbed import Testbed, capability
 from taciturn.transport import DistributedTransport
@@ -165,6 +166,45 @@ def test_a_model_is_probed_on_its_own_groups(pool: Pool) -> None:
     link = Link.from_json(values)
     assert all(1 << 26 not in one.elems for one in link.methods)
     assert any("too short to time methods on the model's own groups" in w for w in link.warnings)
+
+
+def disturbed(times: int) -> tuple[dict[str, Any] | str, list[float]]:
+    """One rank's link when the first probes tell nothing, and how long each try was meant to be."""
+    meant: list[float] = []
+    steps = measure.sweep
+
+    def swept(ranks: int, pace: Pace, budget_s: float, *more: Any) -> Sweep:
+        meant.append(budget_s)
+        return steps(ranks, pace, budget_s, *more)
+
+    def told(c: Conditions, sweeps: Any) -> Link:
+        if len(meant) <= times:
+            raise InputError("the times do not grow with size")
+        return summarise(c, [map(smooth, s) for s in sweeps])
+
+    transport = DistributedTransport(timeout_s=30)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "sweep", swept)
+        patch.setattr(measure, "summarise", told)
+        try:
+            job = Job(seconds=0.5, methods=(), timeout_s=30)
+            link = probe_link(Ranks(transport, torch.device("cpu")), job).to_json()
+        except InputError as error:
+            return str(error), meant
+        finally:
+            transport.close()
+    return link, meant
+
+
+@pytest.mark.processes
+def test_a_disturbed_probe_is_tried_again(pool: Pool) -> None:
+    """For longer, on all ranks alike; after the third time it is said."""
+    found = pool.run(disturbed, 2)
+    assert all(one == found[0] for one in found)
+    assert found[0][1] == [0.5, 1.0, 1.5]
+    assert Link.from_json(found[0][0]).ranks == 4
+    found = pool.run(disturbed, 3)
+    assert {one[0] for one in found} == {"the times do not grow with size"}
 
 
 def test_jobs_travel() -> None:

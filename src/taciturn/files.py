@@ -37,7 +37,15 @@ def check_file(option: str, path: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file whole or not at all, for whoever reads it at the same time."""
+    """Write a file whole or not at all, for whoever reads it at the same time.
+
+    Raises:
+        OSError: it cannot be written; what was there before is left as it was.
+    """
     partial = path.with_suffix(".partial")
-    partial.write_text(text, "utf-8")
-    partial.replace(path)
+    try:
+        partial.write_text(text, "utf-8")
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise

@@ -7,6 +7,7 @@ probe again.
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import random
@@ -24,7 +25,7 @@ from taciturn.compare.methods import comparable
 from taciturn.compare.predictions import predict
 from taciturn.compare.records import Records
 from taciturn.compare.sessions import Done
-from taciturn.compare.training import COMPUTE
+from taciturn.compare.training import COMPUTE, fingerprint
 from taciturn.compare.work import Job
 from taciturn.errors import InputError
 from taciturn.link import Link
@@ -84,6 +85,8 @@ class _Conductor:
     def run(self) -> None:
         experiment, records = self.experiment, self.records
         self._tune(experiment.baselines)
+        for baseline in experiment.baselines:
+            self._check_tuned(baseline)
         self._do(experiment.home, plan.target_jobs(experiment, records))
         for regime in experiment.regimes:
             self._look_at(regime)
@@ -104,6 +107,17 @@ class _Conductor:
     def _tune(self, contenders: Sequence[Contender]) -> None:
         experiment = self.experiment
         self._do(experiment.home, [j for c in contenders for j in plan.trial_jobs(experiment, c)])
+
+    def _check_tuned(self, baseline: Contender) -> None:
+        """Refuse a baseline that no tuning run says anything of: a rival untuned is none."""
+        if plan.best_setting(self.experiment, self.records, baseline).value < math.inf:
+            return
+        tried = [self.records.get(job) for job in plan.trial_jobs(self.experiment, baseline)]
+        why = next((r.failure for r in tried if r.failure is not None), "no value was finite")
+        raise InputError(
+            f"none of the {len(tried)} tuning runs of the baseline {baseline.shown} came to an end "
+            f"with a value: {why}. Mend that, and name another folder"
+        )
 
     def _look_at(self, regime: str) -> None:
         """Probe a regime, and store what is foretold of it before anything is run there."""
@@ -243,6 +257,12 @@ def about_here(experiment: Experiment) -> dict[str, Any]:
     """
     task = load_task(experiment.task)
     task.check_ranks(experiment.ranks)
+    facts = dict(task.facts) | {"examples": task.examples, "held_out": task.held_out}
+    if ":" in experiment.task:  # which may be another one tomorrow
+        try:
+            facts["fingerprint"] = fingerprint(task, 0)
+        except InputError as error:
+            raise InputError(f"task {task.name}: {error}") from error
     return {
         "taciturn": _version("taciturn"),
         "torch": _version("torch"),
@@ -254,7 +274,7 @@ def about_here(experiment: Experiment) -> dict[str, Any]:
         "host": CLUSTER if experiment.on_cluster else platform.node(),
         "threads": 1,
         "task": experiment.task,
-        "facts": dict(task.facts) | {"examples": task.examples, "held_out": task.held_out},
+        "facts": facts,
         "metric": task.metric,
         "global_batch": task.global_batch,
         "settings": experiment.settings(),

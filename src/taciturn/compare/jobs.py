@@ -6,6 +6,7 @@ A job is plain values, and its own name: two methods that need the same run shar
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -119,7 +120,8 @@ def best_setting(experiment: Experiment, records: Records, contender: Contender)
         values.append(math.inf if value is None else value)
     best = min(range(len(jobs)), key=values.__getitem__)
     job = jobs[best]
-    return Setting(job["method"], job["learning_rate"], len(jobs), values[best])
+    ended = sum(records.get(job).failure is None for job in jobs)
+    return Setting(job["method"], job["learning_rate"], ended, values[best])
 
 
 def tuned_baseline(experiment: Experiment, records: Records) -> Setting:
@@ -138,14 +140,13 @@ def target_jobs(experiment: Experiment, records: Records) -> list[Job]:
 
 
 def target_value(experiment: Experiment, records: Records) -> float:
-    """The median over these runs of their best values; infinite if a run of the middle failed."""
+    """The median over these runs of their best values; infinite if half of them failed."""
     best = []
     for job in target_jobs(experiment, records):
         record = records.get(job)
         values = [p["value"] for p in (record.result or {"points": []})["points"]]
         best.append(min((v for v in values if v is not None), default=math.inf))
-    ordered = sorted(best)
-    return ordered[len(ordered) // 2]
+    return statistics.median(best)
 
 
 def run_job(

@@ -106,7 +106,7 @@ def _compare(
     with _alone_in(folder):
         experiment = _gone_on_with(experiment, folder)
         records = Records(folder / RECORDS, about)
-        write_whole(folder / EXPERIMENT, experiment.to_toml())
+        _write("the experiment", folder / EXPERIMENT, experiment.to_toml())
         before = sum(1 for _ in records)
         try:
             with show_progress(err, f"comparing in {folder}") as show:
@@ -171,7 +171,8 @@ def report(folder: Path, out: Console, json_path: Path | None = None) -> Outcome
     if records.damaged:
         out.print(f"lines {records.damaged} of {records.path} are damaged, and left out")
     if json_path is not None:
-        _write("--json", json_path, json.dumps(outcome.rows_json(), indent=1) + "\n")
+        rows = json.dumps(outcome.rows_json(), indent=1) + "\n"
+        _write("--json", json_path, rows, whole=json_path.is_file() or not json_path.exists())
     path = folder / PAGE
     _write("the page", path, html(outcome, rerun_of(folder)))
     out.print(f"report: {path}", soft_wrap=True)
@@ -185,9 +186,13 @@ def rerun_of(folder: Path) -> str:
     return shlex.join(["taciturn", "compare", str(folder / EXPERIMENT), "--out", str(again)])
 
 
-def _write(what: str, path: Path, text: str) -> None:
+def _write(what: str, path: Path, text: str, whole: bool = True) -> None:
+    """Write a file; whole or not at all, unless it may be a pipe or a terminal."""
     try:
-        path.write_text(text, "utf-8")
+        if whole:
+            write_whole(path, text)
+        else:
+            path.write_text(text, "utf-8")
     except OSError as error:
         raise InputError(f"{what}: cannot write {path}: {error.strerror}") from error
 

@@ -34,6 +34,7 @@ __all__ = [
     "TimeJob",
     "TrainJob",
     "check_task",
+    "fingerprint",
     "judge",
     "rate_factor",
     "shares_of",
@@ -394,32 +395,9 @@ def check_task(task: Task, seed: int) -> None:
     task.check_ranks(ranks)
     digest, problem = "", ""
     try:
-        net = task.model(seed)
-        optimizer = task.optimizer(net.parameters(), 1e-3)
-        rates = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-        state = hashlib.sha256(repr((_numbers(task), type(optimizer), rates)).encode())
-        for name, tensor in net.state_dict().items():
-            state.update(name.encode() + tensor.detach().double().numpy().tobytes())
-        ids = torch.arange(min(4, task.examples))
-        if not any(p.requires_grad for p in net.parameters()):
-            raise InputError("its model has no parameters that are trained")
-        total, tokens = task.loss(net, task.batch("train", ids))
-        value, count = task.judged(net, task.batch("held_out", ids[: task.held_out]))
-        if total.ndim or not total.requires_grad:
-            problem = "its loss is no scalar with a gradient"
-        elif not (math.isfinite(float(total.detach())) and math.isfinite(float(value))):
-            problem = "its loss is not finite on a new model"
-        elif float(value) < 0:
-            problem = (
-                f"what it is judged by is negative ({float(value):g}): quality is compared by "
-                "ratios, so give an error or a loss from 0 on"
-            )
-        elif tokens < 1 or count < 1:
-            problem = f"its batch of {len(ids)} examples had {tokens} and {count} tokens"
-        state.update(repr((float(total.detach()), tokens, float(value), count)).encode())
-        digest = state.hexdigest()
-    except (Exception, SystemExit) as error:  # the user's code
-        problem = described(error)
+        digest = fingerprint(task, seed)
+    except InputError as error:
+        problem = str(error)
     told: list[Any] = [None] * ranks
     try:
         dist.all_gather_object(told, (digest, problem))
@@ -438,6 +416,63 @@ def check_task(task: Task, seed: int) -> None:
             f"{seed}, optimizer, numbers, facts, or the loss of the first examples): nothing in it "
             "may depend on the rank, or on a random state that is not of the seed"
         )
+
+
+def fingerprint(task: Task, seed: int) -> str:
+    """A hash of what a task is: its numbers, a new model, and the loss of the first examples.
+
+    Raises:
+        InputError: it cannot be trained, or its own code fails.
+    """
+    try:
+        return _looked_at(task, seed)
+    except InputError:
+        raise
+    except (Exception, SystemExit) as error:  # the user's code
+        raise InputError(described(error)) from error
+
+
+def _looked_at(task: Task, seed: int) -> str:
+    net = task.model(seed)
+    optimizer = task.optimizer(net.parameters(), 1e-3)
+    rates = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    state = hashlib.sha256(repr((_numbers(task), type(optimizer), rates)).encode())
+    for name, tensor in net.state_dict().items():
+        state.update(name.encode() + tensor.detach().double().numpy().tobytes())
+    ids = torch.arange(min(4, task.examples))
+    if not any(p.requires_grad for p in net.parameters()):
+        raise InputError("its model has no parameters that are trained")
+    total, tokens = _pair("loss", task.loss(net, task.batch("train", ids)))
+    with torch.no_grad():
+        judged = task.judged(net, task.batch("held_out", ids[: task.held_out]))
+    value, count = _pair("judge", judged)
+    if not isinstance(total, torch.Tensor) or total.ndim or not total.requires_grad:
+        raise InputError("its loss is no scalar tensor with a gradient")
+    if not math.isfinite(float(total.detach())):
+        raise InputError("its loss is not finite on a new model")
+    if not math.isfinite(float(value)):
+        raise InputError("what it is judged by is not finite on a new model")
+    if float(value) < 0:
+        raise InputError(
+            f"what it is judged by is negative ({float(value):g}): quality is compared by ratios, "
+            "so give an error or a loss from 0 on"
+        )
+    if tokens < 1 or count < 1:
+        raise InputError(f"its batch of {len(ids)} examples had {tokens} and {count} tokens")
+    each = task.tokens_per_example
+    if each is not None and tokens != each * len(ids):
+        raise InputError(
+            f"{len(ids)} examples had {tokens} tokens, and it says tokens_per_example={each}; None "
+            "if they differ"
+        )
+    state.update(repr((float(total.detach()), tokens, float(value), count)).encode())
+    return state.hexdigest()
+
+
+def _pair(what: str, given: Any) -> tuple[Any, Any]:
+    if not isinstance(given, tuple | list) or len(given) != 2:
+        raise InputError(f"its {what} returns {type(given).__name__}: give a sum and its count")
+    return given[0], given[1]
 
 
 def _numbers(task: Task) -> dict[str, Any]:

@@ -238,11 +238,18 @@ def judge_runs(
         return []
     best = min(baselines, key=lambda name: _median_time(runs[name], target))
     broken = [*broken, *_lacking(experiment, runs)]
+    fewest = min(run.trials for name in baselines for run in runs[name])
     rows = []
     for contender in experiment.methods:
         some = runs.get(contender.method, ())
+        most = max((run.trials for run in some), default=0)
+        wrong = list(broken)
+        if fewest < most:
+            wrong.append(
+                f"rule 5, the baseline was tuned in {fewest} runs and {contender.method} in {most}"
+            )
         rows.append(
-            _row(experiment, regime, contender.method, some, best, runs[best], target, broken)
+            _row(experiment, regime, contender.method, some, best, runs[best], target, wrong)
         )
     return _with_holm(rows)
 
@@ -285,7 +292,8 @@ def _row(
     quality = RatioInterval.of([_quality_ratio(*p) for p in pairs], level=0.9)  # one-sided 95 %
     examples = _examples_ratio(pairs, target)
     reached = sum(crossing(r.points, target) is not None for r in runs)
-    wrong = [*broken, *_broken(experiment, method, runs, base_runs, examples)]
+    wrong = [*broken, *_broken(experiment, runs, base_runs, examples)]
+    least = _least_runs(base_runs, runs, target)
     good = quality.pairs > 1 and quality.high <= 1 + experiment.margin
     row = Row(
         regime=regime,
@@ -311,11 +319,11 @@ def _row(
         single_replica_ratio=_mean_ratio([(r.single_replica, b.final) for r, b in pairs]),
         averaged_ratio=_mean_ratio([(r.averaged, b.averaged) for r, b in pairs]),
         good_enough=good,
-        runs_needed=runs_needed(ratios, LEAST_RUNS),
+        runs_needed=runs_needed(ratios, least),
         broken=tuple(wrong),
         notes=tuple(_notes(runs)),
     )
-    verdict, why = _verdict(row, interval, undecided, _least_runs(base_runs, runs, target))
+    verdict, why = _verdict(row, interval, undecided, least)
     return replace(row, verdict=verdict, why=why)
 
 
@@ -370,9 +378,7 @@ def _verdict(row: Row, interval: RatioInterval, undecided: int, least: int) -> t
     if undecided:
         return NOT_SHOWN, f"In {undecided} of {row.runs} pairs neither reached the target."
     if interval.pairs < least:
-        more = (
-            "" if row.runs_needed is None else _more(max(row.runs_needed, least) - interval.pairs)
-        )
+        more = "" if row.runs_needed is None else _more(row.runs_needed - interval.pairs)
         why = f"{interval.pairs} pairs are too few: it takes {least}"
         varied = " as times vary by more than 5 %" if least == LEAST_VARIED_RUNS else ""
         return NOT_SHOWN, f"{why}{varied}{more}."
@@ -424,7 +430,6 @@ def _examples_ratio(pairs: Sequence[tuple[Run, Run]], target: float) -> RatioInt
 
 def _broken(
     experiment: Experiment,
-    method: str,
     runs: Sequence[Run],
     base_runs: Sequence[Run],
     examples: RatioInterval | None,
@@ -452,10 +457,6 @@ def _broken(
             wrong.append(f"rule 4, in seed {run.seed} it saw other examples, or in another order")
         elif [p.examples for p in run.points] != [p.examples for p in other.points]:
             wrong.append(f"rule 4, in seed {run.seed} it was judged at other points")
-    fewest = min((r.trials for r in base_runs), default=0)
-    most = max((r.trials for r in runs), default=0)
-    if fewest < most:
-        wrong.append(f"rule 5, the baseline was tuned in {fewest} runs and {method} in {most}")
     if examples is not None and examples.pairs >= LEAST_RUNS and examples.high < TOO_FEW_STEPS:
         wrong.append(
             f"rule 14, it needs {examples.ratio:.2f} of the baseline's examples to the target: too "

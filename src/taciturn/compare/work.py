@@ -12,7 +12,6 @@ from taciturn.compare.average_errors import WARM_STEPS, average_errors
 from taciturn.compare.experiment import CLUSTER
 from taciturn.compare.task import Task
 from taciturn.compare.training import TimeJob, TrainJob, shares_of, time_steps, train
-from taciturn.errors import InputError
 from taciturn.plan import Model
 from taciturn.probe import Job as ProbeJob
 from taciturn.probe import probe_link
@@ -24,9 +23,6 @@ __all__ = ["Job", "do_job"]
 
 Job = Mapping[str, Any]
 """What is to be measured; its ``kind`` among it. It is its own name."""
-
-PROBES = 3
-"""Tries, each longer, before a link counts as one that cannot be told."""
 
 
 def do_job(task: Task, job: Job, timeout_s: float) -> dict[str, Any]:
@@ -74,19 +70,13 @@ def _probe(task: Task, job: Job, timeout_s: float) -> dict[str, Any]:
     groups = Model.of_module(task.model(0), task.name).group_shapes()
     try:
         ranks = Ranks(transport, torch.device("cpu"))
-        for number in range(1, PROBES + 1):
-            asked = ProbeJob(
-                seconds=number * job["seconds"],
-                methods=tuple(job["methods"]),
-                timeout_s=timeout_s,
-                rate_bits_per_s=None if job["regime"] == CLUSTER else parse_rate(job["regime"]),
-                groups=groups,
-            )
-            try:
-                return {"link": probe_link(ranks, asked).to_json(), "tries": number}
-            except InputError:  # disturbed by something else: no link can be told, on any rank
-                if number == PROBES:
-                    raise
-        raise AssertionError("the last try returns or raises")
+        asked = ProbeJob(
+            seconds=job["seconds"],
+            methods=tuple(job["methods"]),
+            timeout_s=timeout_s,
+            rate_bits_per_s=None if job["regime"] == CLUSTER else parse_rate(job["regime"]),
+            groups=groups,
+        )
+        return {"link": probe_link(ranks, asked).to_json()}
     finally:
         transport.close()

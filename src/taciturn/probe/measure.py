@@ -65,6 +65,7 @@ METHODS = (
 
 FIRST_LOOK = ((4096, 7), (65536, 5), (1 << 20, 2))  # bytes of a round, and how often
 WARM_BELOW_S = 0.15  # a step that takes longer is not repeated just to warm up
+TRIES = 3  # each longer, before a link counts as one that cannot be told
 LATE = 1.25  # times its time: a sweep that took longer is repeated without its repeats
 
 
@@ -192,6 +193,9 @@ def _reducible(transport: DistributedTransport) -> list[str]:
 def probe_link(ranks: Ranks, job: Job, report: Callable[[Progress], None] | None = None) -> Link:
     """Measure the link between the ranks; every rank calls it, and gets the same.
 
+    Where no link can be told from the times, as on a machine that does something else meanwhile, it
+    is tried again, twice at most and for longer.
+
     Raises:
         InputError: one rank alone, or times from which no link can be told.
         PeerError, MismatchError: a rank died, went silent, or does another job.
@@ -200,6 +204,20 @@ def probe_link(ranks: Ranks, job: Job, report: Callable[[Progress], None] | None
     if ranks.size == 1:
         raise InputError("one rank has no link: probe with two at least")
     ranks.agree(job.to_dict())
+    number = 1
+    while True:
+        link = _tried(ranks, replace(job, seconds=number * job.seconds), report, began)
+        if isinstance(link, Link):
+            return link
+        if number == TRIES:
+            raise link
+        number += 1
+
+
+def _tried(
+    ranks: Ranks, job: Job, report: Callable[[Progress], None] | None, began: float
+) -> Link | TaciturnError:
+    """Return the link, or why it cannot be told; the same on all ranks."""
     hosts = [_Host(*host) for host in ranks.gather(_host())]
     names = [host.name for host in hosts]
     cores = min(host.cores for host in hosts)
@@ -226,11 +244,8 @@ def probe_link(ranks: Ranks, job: Job, report: Callable[[Progress], None] | None
             link = _told(summarise(conditions, _joined(orders, views)), job, plan)
         except TaciturnError as error:  # the others must not wait for this rank
             link = error
-    link = ranks.gather(link)[0]
-    if isinstance(link, TaciturnError):
-        raise link
-    assert link is not None
-    return link
+    found: Link | TaciturnError = ranks.gather(link)[0]
+    return found
 
 
 def _told(link: Link, job: Job, plan: Sweep) -> Link:
