@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 
 import pytest
@@ -69,6 +69,7 @@ WRONG = {
     "no regime": (GOOD.replace('["100mbit", "unshaped"]', "[]"), "no regimes"),
     "a regime that is none": (GOOD.replace("100mbit", "fast"), "line 2: 'fast' is not a rate"),
     "a regime twice": (GOOD.replace("unshaped", "100mbit"), "there twice"),
+    "a regime twice in other words": (GOOD.replace("unshaped", "0.1gbit"), "there twice"),
     "no methods": (GOOD.split("[[methods]]")[0] + "methods = []\n", "no methods"),
     "a missing key": (GOOD.replace('task = "digits"\n', ""), "'task' is missing"),
     "no TOML": ("task = ", "is no TOML"),
@@ -105,6 +106,18 @@ def test_all_are_tuned_alike() -> None:
     knobs = Contender("powersgd:rank={rank}", {"rank": [1, 2, 4]})
     tuned = trial_jobs(Experiment("digits", (knobs,), ("1gbit",), trials=8), knobs)
     assert {job["method"] for job in tuned} == {f"powersgd:rank={r}" for r in (1, 2, 4)}
+
+
+def test_every_key_is_in_the_docs() -> None:
+    """With its default, so that nobody has to read the source."""
+    page = (ROOT / "docs" / "evidence.md").read_text("utf-8")
+    for one in fields(Experiment):
+        assert f"| `{one.name}` |" in page, one.name
+        if one.default is not MISSING:
+            values = one.default if isinstance(one.default, tuple) else (one.default,)
+            shown = re.escape(" to ".join(map(str, values)))
+            line = rf"\| `{one.name}` \| [^\n]* \| {shown} \|\n"
+            assert re.search(line, page), one.name
 
 
 def test_seeds_never_meet() -> None:

@@ -115,6 +115,16 @@ def test_few_runs_show_nothing_and_say_how_many_would() -> None:
     assert "2 pairs are too few: it takes 5; about 3 more runs would settle it" in row.why
 
 
+def test_a_target_that_all_meet_at_once_says_nothing() -> None:
+    """As of a value that never changes."""
+
+    def at_once(r: Run) -> Run:
+        return replace(r, points=tuple(replace(p, value=0.9) for p in r.points))
+
+    assert "the times to it say nothing" in rows(at_once, base=at_once).notes[0]
+    assert rows(at_once).notes == ()
+
+
 def test_the_runs_that_are_needed_are_those_that_it_says() -> None:
     """As a number and in words, also where times vary and ten are needed."""
     noise = random.Random(1)

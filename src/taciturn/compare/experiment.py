@@ -237,10 +237,9 @@ class Experiment:
                     "ranks are on, and stands alone"
                 )
             return
-        if len(set(self.regimes)) < len(self.regimes):
+        rates = [parse_rate(regime) for regime in self.regimes]
+        if len(set(rates)) < len(rates):
             raise InputError(f"regimes={list(self.regimes)}: one of them is there twice")
-        for regime in self.regimes:
-            parse_rate(regime)
 
     @property
     def on_cluster(self) -> bool:

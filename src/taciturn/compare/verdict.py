@@ -321,7 +321,7 @@ def _row(
         good_enough=good,
         runs_needed=runs_needed(ratios, least),
         broken=tuple(wrong),
-        notes=tuple(_notes(runs)),
+        notes=tuple(_notes(runs, base_runs, target)),
     )
     verdict, why = _verdict(row, interval, undecided, least)
     return replace(row, verdict=verdict, why=why)
@@ -465,8 +465,14 @@ def _broken(
     return wrong
 
 
-def _notes(runs: Sequence[Run]) -> list[str]:
+def _notes(runs: Sequence[Run], base_runs: Sequence[Run], target: float) -> list[str]:
     notes = []
+    met = [(r.points, crossing(r.points, target)) for r in (*runs, *base_runs)]
+    if all(points and at is points[0] for points, at in met):
+        notes.append(
+            "all met the target at their first evaluation: the times to it say nothing; give more "
+            "evaluations, or another value to judge by"
+        )
     failed = [r for r in runs if r.failure is not None]
     if failed:
         notes.append(f"{len(failed)} of {len(runs)} runs failed; the first: {failed[0].failure}")
