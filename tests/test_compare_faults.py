@@ -161,7 +161,7 @@ def test_an_honest_method_breaks_nothing(pool: Ranks, tmp_path: Path) -> None:
     """What the others are held against."""
     row = row_of(pool, honest, tmp_path)
     assert row.broken == ()
-    assert row.notes == ()
+    assert not any("failed" in note for note in row.notes)
 
 
 @pytest.mark.parametrize("learn", FAULTS, ids=lambda learn: learn.__name__)
