@@ -393,7 +393,7 @@ def _plan(
         typer.Option(
             help="What must be right: every-replica; mean (over replicas, which may differ); loss "
             "(a step may leave out much, and add it later, if the loss was measured to end within "
-            "2 %); any."
+            "1 %); any."
         ),
     ] = "every-replica",
     methods: Annotated[

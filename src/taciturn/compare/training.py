@@ -185,11 +185,8 @@ def _share(task: Task, ids: torch.Tensor, batch: Any, seen: ExampleHash | None) 
 
     def loss_of(module: torch.nn.Module) -> tuple[torch.Tensor, int]:
         total, tokens = task.loss(module, batch)
-        if each is not None and tokens != each * len(ids):
-            raise InputError(
-                f"task {task.name}: {len(ids)} examples had {tokens} tokens, and it says "
-                f"tokens_per_example={each}; None if they differ"
-            )
+        if wrong := _wrong_tokens(task, len(ids), tokens):
+            raise InputError(f"task {task.name}: {wrong}")
         if seen is not None:
             seen.add(ids, tokens)
         return total, tokens
@@ -198,6 +195,17 @@ def _share(task: Task, ids: torch.Tensor, batch: Any, seen: ExampleHash | None) 
         return task.global_batch * each if each is not None else int(_sum(own))
 
     return Share(loss_of, None if each is None else each * len(ids), total_tokens)
+
+
+def _wrong_tokens(task: Task, examples: int, tokens: int) -> str:
+    """Return what is wrong with the tokens of so many examples; empty if nothing is."""
+    each = task.tokens_per_example
+    if each is None or tokens == each * examples:
+        return ""
+    return (
+        f"{examples} examples had {tokens} tokens, and it says tokens_per_example={each}; None if "
+        "they differ"
+    )
 
 
 class _Tail:
@@ -459,12 +467,8 @@ def _looked_at(task: Task, seed: int) -> str:
         )
     if tokens < 1 or count < 1:
         raise InputError(f"its batch of {len(ids)} examples had {tokens} and {count} tokens")
-    each = task.tokens_per_example
-    if each is not None and tokens != each * len(ids):
-        raise InputError(
-            f"{len(ids)} examples had {tokens} tokens, and it says tokens_per_example={each}; None "
-            "if they differ"
-        )
+    if wrong := _wrong_tokens(task, len(ids), tokens):
+        raise InputError(wrong)
     state.update(repr((float(total.detach()), tokens, float(value), count)).encode())
     return state.hexdigest()
 
